@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.walk.inference import build_engine
-from tests.walk.oracle import Subject, Write
+from tests.walk.oracle import Subject, Write, near_one
 from tests.zoo import sharded_models
 from tests.zoo.tiny_models import label_log_probs, token_batch
 
@@ -41,7 +41,7 @@ class Fsdp2(Subject):
         if lora:
             self.model: Any = sharded_models.shard(peft_model(path, LORA))
             self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-            train: Any = ShardedModel(self.model, table, job.rank, [self.optimizer])
+            train = ShardedModel(self.model, table, job.rank, [self.optimizer])
             ends.callback(train.close)
         else:
             trainer = build_actor(config, table, job, ends)
@@ -108,21 +108,19 @@ class Fsdp2(Subject):
 
     def _writes(self) -> dict[str, Write]:
         return {
-            "p.mul_": lambda chance: self._some(chance).mul_(_factor(chance)),
-            "p.copy_": lambda chance: (p := self._some(chance)).copy_(p.detach() * _factor(chance)),
-            "p.data.add_": lambda chance: self._some(chance).data.add_(0.01 * _factor(chance)),
-            "init.normal_": lambda chance: torch.nn.init.normal_(self._some(chance), std=0.02 * _factor(chance)),
-            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), _factor(chance)),
-            "foreach_add_": lambda chance: torch._foreach_add_(self._several(chance), 0.01 * _factor(chance)),
+            **self.common_writes(),
+            "p.copy_": lambda chance: (p := self._some(chance)).copy_(p.detach() * near_one(chance)),
+            "p.data.add_": lambda chance: self._some(chance).data.add_(0.01 * near_one(chance)),
+            "init.normal_": lambda chance: torch.nn.init.normal_(self._some(chance), std=0.02 * near_one(chance)),
+            "foreach_add_": lambda chance: torch._foreach_add_(self._several(chance), 0.01 * near_one(chance)),
             "foreach_lerp_": self._lerp,
-            "ema multi_avg_fn": self._ema,
-            "to_local().copy_": lambda chance: (local := self._part(chance)).copy_(local * _factor(chance)),
-            "to_local().numpy()": lambda chance: self._part(chance).numpy().__imul__(_factor(chance)),
+            "to_local().copy_": lambda chance: (local := self._part(chance)).copy_(local * near_one(chance)),
+            "to_local().numpy()": lambda chance: self._part(chance).numpy().__imul__(near_one(chance)),
             "all_reduce into to_local": self._all_reduce,
             "broadcast into to_local": lambda chance: self._collect(chance, partial(dist.broadcast, src=0)),
             "fused adamw on parts": partial(self._adamw, fused=True),
             "foreach adamw on parts": partial(self._adamw, foreach=True),
-            "load_state_dict, doubled": lambda chance: self.model.load_state_dict(self._scaled(_factor(chance))),
+            "load_state_dict, doubled": lambda chance: self.model.load_state_dict(self._scaled(near_one(chance))),
         }
 
     def _steps(self) -> dict[str, Write]:
@@ -141,7 +139,7 @@ class Fsdp2(Subject):
             self.forward().backward()
             step()
 
-        with_gradients: Write = torch.enable_grad()(run)
+        with_gradients = torch.enable_grad()(run)
         return with_gradients
 
     def _trainable(self) -> list[torch.Tensor]:
@@ -149,7 +147,7 @@ class Fsdp2(Subject):
 
     def _moments(self, chance: random.Random) -> None:
         for state in self.optimizer.state.values():
-            state["exp_avg"].mul_(_factor(chance))
+            state["exp_avg"].mul_(near_one(chance))
 
     def _scaled(self, factor: float) -> TensorDict:
         return {name: tensor.detach() * factor for name, tensor in self.model.state_dict().items()}
@@ -159,11 +157,7 @@ class Fsdp2(Subject):
 
     def _lerp(self, chance: random.Random) -> None:
         several = self._several(chance)
-        torch._foreach_lerp_(several, [tensor * _factor(chance) for tensor in several], 0.5)
-
-    def _ema(self, chance: random.Random) -> None:
-        several = self._several(chance)
-        get_ema_multi_avg_fn(0.9)(several, [tensor * _factor(chance) for tensor in several], 1)
+        torch._foreach_lerp_(several, [tensor * near_one(chance) for tensor in several], 0.5)
 
     def _collect(self, chance: random.Random, collective: Callable[[torch.Tensor], object]) -> None:
         """Run `collective` on this rank's part of a tensor, as users who average weights do."""
@@ -181,7 +175,7 @@ class Fsdp2(Subject):
         zeros = [torch.zeros_like(part) for part in parts]
         adamw(
             parts,
-            [torch.full_like(part, _factor(chance)) for part in parts],
+            [torch.full_like(part, near_one(chance)) for part in parts],
             zeros,
             [zero.clone() for zero in zeros],
             [],
@@ -191,7 +185,7 @@ class Fsdp2(Subject):
             maximize=False,
         )
 
-    def _as_state(self, parts: Mapping[str, torch.Tensor]) -> TensorDict:
+    def _as_state(self, parts: Batch) -> TensorDict:
         parameters = self.named()
         return {name: _sharded_like(parameters[name], part) for name, part in parts.items()}
 
@@ -204,10 +198,6 @@ class Fsdp2(Subject):
             for index, values in state["state"].items()
             for key, value in values.items()
         }
-
-
-def _factor(chance: random.Random) -> float:
-    return chance.uniform(0.8, 1.2)
 
 
 def _is_even(tensor: torch.Tensor) -> bool:

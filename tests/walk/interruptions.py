@@ -74,7 +74,7 @@ class Points:
 
     def record(self, action: str, function: Callable[[], object]) -> None:
         """Call `function` and record every call that it makes in this thread."""
-        calls: Counter[str] = Counter()
+        calls = Counter()
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
             if (place := _place(frame, event, argument)) is not None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine.attaching.attachment import apply_patches
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.walk.inference import build_engine
-from tests.walk.oracle import Subject, Write
+from tests.walk.oracle import Subject, Write, near_one
 from tests.zoo import workers
 from tests.zoo.megatron_models import whole_weights
 
@@ -54,7 +54,7 @@ class Megatron(Subject):
         return {name: tensor.detach() for name, tensor in self.named().items()}
 
     def optimizer_state(self) -> TensorDict:
-        state: TensorDict = {}
+        state = {}
         model_storages = {parameter.untyped_storage().data_ptr() for parameter in self.named().values()}
         for number, optimizer in enumerate(self._members()):
             adam = optimizer.optimizer
@@ -90,15 +90,13 @@ class Megatron(Subject):
 
     def _writes(self) -> dict[str, Write]:
         return {
-            "p.mul_": lambda chance: self._some(chance).mul_(_factor(chance)),
-            "p.data.mul_": lambda chance: self._some(chance).data.mul_(_factor(chance)),
-            "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(p.detach() * _factor(chance)),
-            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), _factor(chance)),
+            **self.common_writes(),
+            "p.data.mul_": lambda chance: self._some(chance).data.mul_(near_one(chance)),
+            "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(p.detach() * near_one(chance)),
             "foreach_mul_ on .data": lambda chance: torch._foreach_mul_(
-                [parameter.data for parameter in self._several(chance)], _factor(chance)
+                [parameter.data for parameter in self._several(chance)], near_one(chance)
             ),
-            "ema multi_avg_fn": self._ema,
-            "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(_factor(chance)),
+            "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(near_one(chance)),
             "all_reduce into p.data": self._all_reduce,
             "load_state_dict, scaled": self._load_scaled,
             "load_hf_checkpoint's way": self._through_records,
@@ -127,7 +125,7 @@ class Megatron(Subject):
 
     def _with_gradients(self, step: Callable[[], object]) -> Write:
         def run(chance: random.Random) -> None:
-            gradient = 0.01 * _factor(chance)
+            gradient = 0.01 * near_one(chance)
             for chunk in self.chunks:
                 for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                     buffer.grad_data.fill_(gradient)
@@ -141,7 +139,7 @@ class Megatron(Subject):
             assert optimizer.step_with_ready_grads()
 
     def _main_parameters(self, chance: random.Random) -> None:
-        factor = _factor(chance)
+        factor = near_one(chance)
         for optimizer in self._members():
             for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -154,25 +152,21 @@ class Megatron(Subject):
         for optimizer in self._members():
             for state in optimizer.optimizer.state.values():
                 if "exp_avg" in state:
-                    state["exp_avg"].mul_(_factor(chance))
-
-    def _ema(self, chance: random.Random) -> None:
-        several = self._several(chance)
-        get_ema_multi_avg_fn(0.9)(several, [tensor * _factor(chance) for tensor in several], 1)
+                    state["exp_avg"].mul_(near_one(chance))
 
     def _all_reduce(self, chance: random.Random) -> None:
         # Averages replicas, and mixes sharded parameters, which is a write like any other.
         parameter = self._some(chance)
-        parameter.data.mul_(_factor(chance))
+        parameter.data.mul_(near_one(chance))
         if self.trainer.engine.limits.dp_size == self.job.world_size:
             dist.all_reduce(parameter.data)
             parameter.data.div_(self.job.world_size)
 
     def _load_scaled(self, chance: random.Random) -> None:
-        factor = _factor(chance)
+        factor = near_one(chance)
         self._load({name: tensor * factor for name, tensor in self.parameters().items()})
 
-    def _load(self, parts: Mapping[str, torch.Tensor]) -> None:
+    def _load(self, parts: Batch) -> None:
         for number, chunk in enumerate(self.chunks):
             prefix = f"chunk{number}."
             state = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
@@ -180,7 +174,7 @@ class Megatron(Subject):
 
     def _through_records(self, chance: random.Random) -> None:
         """Write the flat buffers, as the import of another checkpoint format does."""
-        factor = _factor(chance)
+        factor = near_one(chance)
         for flat in self.engine.train.weights.base.buffers().values():
             flat.mul_(factor)
 
@@ -200,7 +194,3 @@ class Megatron(Subject):
                     if isinstance(value, torch.Tensor)
                 }
         return tensors
-
-
-def _factor(chance: random.Random) -> float:
-    return chance.uniform(0.8, 1.2)

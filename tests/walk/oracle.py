@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine import HybridEngine
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.walk.inference import MemoryInference, Served, scored_batch
@@ -49,14 +51,14 @@ class Subject(ABC):
     inference: MemoryInference | Served
     writes: Mapping[str, Write] = field(default_factory=dict)
     steps: Mapping[str, Write] = field(default_factory=dict)
-    loads: Mapping[str, Callable[[Mapping[str, torch.Tensor]], object]] = field(default_factory=dict)
-    reads: Mapping[str, Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=dict)
+    loads: Mapping[str, Callable[[Batch], object]] = field(default_factory=dict)
+    reads: Mapping[str, Callable[[], Batch]] = field(default_factory=dict)
     exact: bool = True
     saves: bool = True
     trainer: Any = None
 
     @abstractmethod
-    def named(self) -> Mapping[str, torch.Tensor]:
+    def named(self) -> Batch:
         """Return the parameters as the trainer has them, whole or distributed."""
 
     def _several(self, chance: random.Random) -> list[torch.Tensor]:
@@ -66,12 +68,23 @@ class Subject(ABC):
     def _some(self, chance: random.Random) -> torch.Tensor:
         return chance.choice(list(self.named().values()))
 
+    def common_writes(self) -> dict[str, Write]:
+        return {
+            "p.mul_": lambda chance: self._some(chance).mul_(near_one(chance)),
+            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), near_one(chance)),
+            "ema multi_avg_fn": self._ema,
+        }
+
+    def _ema(self, chance: random.Random) -> None:
+        several = self._several(chance)
+        get_ema_multi_avg_fn(0.9)(several, [tensor * near_one(chance) for tensor in several], 1)
+
     @abstractmethod
-    def parameters(self) -> Mapping[str, torch.Tensor]:
+    def parameters(self) -> Batch:
         """Return this rank's parameters and buffers, without copies."""
 
     @abstractmethod
-    def optimizer_state(self) -> Mapping[str, torch.Tensor]:
+    def optimizer_state(self) -> Batch:
         """Return moments, step counters and main parameters."""
 
     @abstractmethod
@@ -102,6 +115,10 @@ class Subject(ABC):
         self.trainer.checkpoints.load(path)
 
 
+def near_one(chance: random.Random) -> float:
+    return chance.uniform(0.8, 1.2)
+
+
 class Shadow:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -117,7 +134,7 @@ class Shadow:
             self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = _copied(self._subject.expected())
 
-    def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def take_up(self, parameters: Batch) -> None:
         """Take over parameters written at a time when nothing can be gathered."""
         self.parameters = {**self.parameters, **_copied(parameters)}
         self.canonical = None
@@ -139,9 +156,7 @@ class Shadow:
         self.parameters, self.optimizer, self.canonical = kept
 
 
-def differences(
-    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], *, exact: bool = True
-) -> list[str]:
+def differences(expected: Batch, actual: Batch, *, exact: bool = True) -> list[str]:
     """Return the names of tensors that differ, each with the difference."""
     texts = {name: _difference(expected.get(name), actual.get(name), exact) for name in sorted({*expected, *actual})}
     return [f"{name} {text}" for name, text in texts.items() if text]
@@ -171,7 +186,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> TensorDict:
+def _copied(tensors: Batch) -> TensorDict:
     if released := [name for name, tensor in tensors.items() if not has_memory(tensor)]:
         raise AssertionError(f"{len(released)} tensors have no memory, such as {', '.join(released[:3])}")
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -22,6 +22,7 @@ from typing import Any
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.walk.interruptions import Points
 from tests.walk.oracle import Subject
 from tests.walk.walk import Findings, Walk
@@ -88,7 +89,7 @@ def written_model(directory: Path) -> Path:
     return workers.write_model(directory / f"model{os.environ['RANK']}", "qwen3", **SIZES)
 
 
-def _settings(chance: Random) -> dict[str, Any]:
+def _settings(chance: Random) -> Values:
     return {
         "incremental": chance.choice(("auto", "auto", "auto", "off")),
         "incremental_mb": chance.choice((1, 1024, 1024)),
@@ -103,7 +104,7 @@ def _settings(chance: Random) -> dict[str, Any]:
 
 
 def configured(path: Path, trainer: str, settings: Mapping[str, Any]) -> HybridConfig:
-    actor: dict[str, Any] = {"params_dtype": "float32", "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
+    actor = {"params_dtype": "float32", "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
     if trainer.startswith("fsdp2"):
         actor["fsdp"] = {}
     else:
@@ -130,9 +131,9 @@ def subject_of(path: Path, trainer: str, config: HybridConfig, job: Job, ends: E
 
 
 def report(walks: Sequence[Findings]) -> str:
-    counts: Counter[str] = sum((walk.counts for walk in walks), Counter())
-    refused: Counter[str] = sum((walk.refused for walk in walks), Counter())
-    places: Counter[str] = sum((walk.interrupted for walk in walks), Counter())
+    counts = sum((walk.counts for walk in walks), Counter())
+    refused = sum((walk.refused for walk in walks), Counter())
+    places = sum((walk.interrupted for walk in walks), Counter())
     lines = [f"{len(walks)} walks, {sum(walk.parted for walk in walks)} parted: {dict(counts)}"]
     lines.append(f"faults at {len(places)} places; refused: {dict(refused.most_common(12))}")
     lines += [f"WRONG seed {walk.seed}: {walk.wrong}" for walk in walks if walk.wrong]
@@ -151,7 +152,7 @@ def launched(
     """Walk on new ranks until a rank dies or the ranks lose each other."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            findings: list[Findings] = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
+            findings = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
             return findings
         except AssertionError as crashed:
             done = sorted(Path(directory).glob("*.findings0"), key=lambda path: path.stat().st_mtime)
@@ -183,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
-    findings: list[Findings] = []
+    findings = []
     deadline = time.monotonic() + options.seconds
     while seeds and (left := deadline - time.monotonic()) > 0:
         function, *call = walks, options.trainer, seeds, options.steps, options.faults, left

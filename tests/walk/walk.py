@@ -163,7 +163,7 @@ class Attempts:
     def _gathered(self, value: Any) -> list[Any]:
         if self.subject.job.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.subject.job.world_size
+        values = [None] * self.subject.job.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -314,7 +314,7 @@ class Walk(Attempts):
         if not self._tried(switch, context.__enter__, self._fault(switch, faulty)):
             return
         self.findings.counts["switches"] += 1
-        leave: BaseException | None = None
+        leave = None
         self._check(target)
         for action in actions:
             action()
@@ -399,7 +399,7 @@ class Walk(Attempts):
 
     def _calls_outside(self) -> dict[str, Callable[[], None]]:
         """Return the calls of users between contexts, at the end of a script, or in a rollout."""
-        calls: dict[str, Callable[[], None]] = {
+        calls = {
             **({"save_checkpoint": self._save_outside} if self.subject.saves else {}),
         }
         calls |= {name: lambda name=name: self._read_outside(name) for name in self.subject.reads}
@@ -416,7 +416,7 @@ class Walk(Attempts):
             self._checkpoint = self._shadow.copy()
 
     def _read_outside(self, name: str) -> None:
-        read: dict[str, Any] = {}
+        read = {}
         if self._accepted(name, lambda: read.update(self.subject.reads[name]())):
             kept = {**self._shadow.parameters, **self._shadow.optimizer}
             wrong = differences({key: kept[key] for key in read.keys() & kept.keys()}, read)
