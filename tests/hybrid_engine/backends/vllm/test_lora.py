@@ -42,26 +42,40 @@ def test_loras_compute_the_same_as_merged_weights(tmp_path: Path) -> None:
     weights = [support.random_weights(CONFIG, seed, torch.float32) for seed in range(2)]
     path = support.write_checkpoint(tmp_path / "weights", CONFIG, weights[1])
     engine = _build(path, max_loras=1, max_lora_rank=8)
-    support.fill_by_records(engine.adaptor, weights[0])
-    engine.reset_caches()
     first = _random_lora(0, WIDE)
     second = _random_lora(2, WIDE)
     other = _random_lora(1, NARROW)
+
+    def fill(values: Tensors) -> TensorDict:
+        filled = support.fill_by_records(engine.adaptor, values)
+        engine.reset_caches()
+        return filled
+
+    def scores(lora: str | None = None) -> torch.Tensor:
+        return torch.cat(engine.prompt_logprobs(PROMPTS, lora=lora))
+
+    def merged(values: Tensors, lora: Tensors, settings: LoraSettings) -> torch.Tensor:
+        fill(_merged(values, lora, settings))
+        return scores()
+
+    def check(lora: str | None, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(scores(lora), expected, atol=ATOL, rtol=0)
+
+    with_first = merged(weights[0], first, WIDE)
+    with_second = merged(weights[0], second, WIDE)
+    with_other = merged(weights[0], other, NARROW)
+    of_next_weights = merged(weights[1], second, WIDE)
+    fill(weights[0])
+    plain = scores()
     engine.set_lora("policy", WIDE, first)
     engine.set_lora("judge", NARROW, other)
-    merged = _merged(weights[0], first, WIDE)
-    for name, expected in (
-        *((None, weights[0]), ("policy", merged)),
-        *(("judge", _merged(weights[0], other, NARROW)), ("policy", merged)),
-    ):
-        assert _gap(engine, expected, name) < ATOL, name
+    for name, expected in ((None, plain), ("policy", with_first), ("judge", with_other), ("policy", with_first)):
+        check(name, expected)
     engine.set_lora("policy", WIDE, second)  # a new version
-    assert _gap(engine, _merged(weights[0], second, WIDE), "policy") < ATOL
-    assert _gap(engine, weights[0], None) < ATOL
-    filled = support.fill_by_records(engine.adaptor, weights[1])  # a switch keeps LoRAs
-    engine.reset_caches()
-    assert support.differences(filled, support.native_parameters(engine, path)) == []
-    assert _gap(engine, _merged(weights[1], second, WIDE), "policy") < ATOL
+    check("policy", with_second)
+    check(None, plain)
+    assert support.differences(fill(weights[1]), support.native_parameters(engine, path)) == []
+    check("policy", of_next_weights)  # a switch keeps LoRAs
     engine.release()
     runner = internals.model_runner_of(engine.llm)
     support.fill_by_records(engine.adaptor, weights[0])
@@ -69,15 +83,10 @@ def test_loras_compute_the_same_as_merged_weights(tmp_path: Path) -> None:
         engine.wake_kv_cache()
     assert reset.call_count == 1, "vLLM's LoRA state must be reset once its memory is back"
     engine.reset_caches()
-    assert _gap(engine, _merged(weights[0], other, NARROW), "judge") < ATOL
-    assert _gap(engine, weights[0], "policy") > 0.1, "the LoRA must have an effect"
+    check("judge", with_other)
+    assert gap(scores("policy"), plain) > 0.1, "the LoRA must have an effect"
     engine.remove_lora("judge")
-    parts = {
-        "llm": engine.llm,
-        "runner": runner,
-        "manager": runner.lora_manager,
-        "model": runner.model,
-    }
+    parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
     living = {name: weakref.ref(part) for name, part in parts.items()}
     del runner, parts, reset
     _refuse_misuse(engine, first, tmp_path)
@@ -145,28 +154,3 @@ def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> Tenso
             up = tensors[name.replace("lora_A", "lora_B")]
             merged[f"{module}.weight"] = weights[f"{module}.weight"] + settings.alpha / settings.rank * (up @ down)
     return merged
-
-
-def _expected(weights: Tensors, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Return log-probabilities of each token after the preceding tokens, by transformers."""
-    import transformers
-
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).float().eval()
-    model.load_state_dict(dict(weights), strict=True)
-    with torch.no_grad():
-        logits = [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in sequences]
-    return [
-        row.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0] for row, tokens in zip(logits, sequences, strict=True)
-    ]
-
-
-def _gap(engine: InferenceEngine, weights: Tensors, lora: str | None) -> float:
-    """Return the largest difference from transformers for prompts and generated tokens."""
-    greedy = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
-    drawn = [row[0] for row in engine.generate(PROMPTS, greedy, lora=lora)]
-    sequences = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, drawn, strict=True)]
-    expected = _expected(weights, sequences)
-    scored = engine.prompt_logprobs(sequences, lora=lora)
-    pairs = [*zip(scored, expected, strict=True)]
-    pairs += [(torch.tensor(answer.logprobs), row[-4:]) for answer, row in zip(drawn, expected, strict=True)]
-    return max(gap(*pair) for pair in pairs)
