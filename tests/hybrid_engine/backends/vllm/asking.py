@@ -23,7 +23,6 @@ from hybrid_engine.backends.vllm.process_state import random_state_kept, seeded_
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.regions import Shapes
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 
 # Token ids by prompt and completion.
@@ -63,23 +62,16 @@ def job() -> Job:
     return Job.join(600)
 
 
-def build(
-    directory: str,
-    config: Mapping[str, Any],
-    extra_shapes: Shapes | None = None,
-    **settings: Any,
-) -> InferenceEngine:
+def build(directory: str, config: Mapping[str, Any], **settings: Any) -> InferenceEngine:
     """Build an engine for the model in `directory`. Collective.
 
     Args:
-        extra_shapes: shapes of tensors that models with this config do not have.
         settings: keys of `generate_config` and fields of `InferenceSettings`.
     """
     keys = {name: settings.pop(name) for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}}
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
     engine_settings = InferenceSettings(directory, generate=generate, **settings)
-    shapes = checkpoint_shapes(config) | dict(extra_shapes or {})
-    return InferenceEngine(engine_settings, shapes, job(), dtypes=checkpoint_dtypes(config))
+    return InferenceEngine(engine_settings, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config))
 
 
 @contextlib.contextmanager

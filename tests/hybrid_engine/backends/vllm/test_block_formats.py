@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from hybrid_engine.backends.vllm import InferenceSettings, layout_of_position, quantised_at_position
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.models import table_for
-from hybrid_engine.models.block_quantization import BlockQuantization, fp8
+from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from tests.harness.launch import on_engines
-from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS, quantised, weights
+from tests.hybrid_engine.backends.test_block_arithmetic import FORMATS
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import job
 from tests.zoo import block_formats
@@ -55,17 +54,3 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, method: str) 
     rest = table.shapes.keys() - in_blocks
     assert all(dtypes[name] == "bfloat16" for name in rest)
     assert not any(name.endswith("_proj.weight") for name in rest)
-
-
-@on_engines(1, timeout=600)
-@pytest.mark.parametrize("largest", [1, 1e3, 1e30])
-def test_scales_in_powers_of_two_are_those_of_deepgemm(largest: float) -> None:
-    """vLLM has a copy of DeepGEMM's quantiser."""
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-    weight = weights(torch.bfloat16, largest)
-    own = quantised(weight, fp8(128, 128, powers_of_two=True))
-    with torch.compiler.set_stance("force_eager"):
-        elements, scales = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=True)
-    assert torch.equal(own["weight"].view(torch.uint8), elements.view(torch.uint8))
-    assert torch.equal(own["weight_scale_inv"], scales)

@@ -1,8 +1,7 @@
 """State that layers derive from weights in their first forward and keep.
 
-After a switch it must be derived from the new weights. A model of vLLM with such a layer, and with
-a parameter that only its loader can write, is switched three times on a real engine; the oracle is
-a vLLM that loads each checkpoint itself.
+After a switch it must be derived from the new weights. Real models with such layers (attention sinks) and with
+parameters that only the loader can write (Mamba) are in backends/fsdp/test_derived_models.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +22,6 @@ from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ModelError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import refused
-from tests.harness.launch import on_engines
-from tests.hybrid_engine.backends.vllm import support
-from tests.hybrid_engine.backends.vllm.asking import SMALL_BLOCKS, answers_of, build, job
-from tests.hybrid_engine.backends.vllm.test_switches import native_answers
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -73,11 +67,6 @@ def merged(layer: Any) -> None:
         layer.merged = layer.weight * 1.0
 
 
-def added(layer: Any) -> None:
-    if not hasattr(layer, "late"):
-        layer.late = layer.weight.clone()
-
-
 def cached(layer: Any) -> None:
     layer.cache.setdefault("weight", layer.weight.clone())
 
@@ -116,13 +105,13 @@ def read_as_a_number(layer: Any) -> None:
 Factor = Callable[[Any], torch.Tensor]
 LAZY: dict[Callable[[Any], None], Factor] = {
     merged: lambda layer: layer.merged,
-    added: lambda layer: layer.late,
     cached: lambda layer: layer.cache["weight"],
     listed: lambda layer: torch.cat(layer.parts),
     in_a_kernel: lambda layer: layer.kernel.transposed,
     written_in_place: lambda layer: layer.table,
     written_in_place_with_a_late_flag: lambda layer: layer.table,
     cast: lambda layer: layer.kernel.sinks.to(torch.float32),
+    read_as_a_number: lambda layer: layer.weight + (layer.number - layer.weight[0]),
 }
 
 
@@ -180,15 +169,7 @@ def test_state_that_does_not_depend_on_weights_stays() -> None:
     assert (model.layer.num_calls, model.layer.is_used, model.layer.kv_cache[0]) == (2, True, 3)
 
 
-def test_numbers_are_derived_from_the_new_weights() -> None:
-    model = Model(read_as_a_number, lambda layer: torch.tensor(layer.number))
-    adaptor = build_adaptor(model)
-    for value in (1.0, 2.0):
-        fill(adaptor, torch.full((SIZE,), value))
-        assert model.layer(torch.ones(1)) == value
-
-
-GRAPHED = [merged, added, cached, listed, in_a_kernel, written_in_place, cast]
+GRAPHED = [merged, cached, listed, in_a_kernel, written_in_place, cast]
 
 
 @pytest.mark.parametrize("first", GRAPHED, ids=lambda first: first.__name__)
@@ -268,72 +249,3 @@ def test_a_flag_is_reset_with_the_state_below_its_object() -> None:
     for value in (1.0, 2.0):
         fill(adaptor, torch.full((SIZE,), value))
         assert model.layer(torch.ones(SIZE))[0] == value
-
-
-# -- real engine -----------------------------------------------------------------------------------
-
-GAINS = {"gains.left": (32,), "gains.right": (32,), "gains.decay": (64,)}
-
-
-def gaining_qwen3() -> type:
-    """Return a model class that scales the last hidden states by merged and computed factors."""
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    class Gains(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, shape in GAINS.items():
-                parameter = torch.nn.Parameter(torch.empty(shape), requires_grad=False)
-                self.register_parameter(name.removeprefix("gains."), parameter)
-            self.merged: torch.Tensor | None = None
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            if self.merged is None:
-                self.merged = torch.cat([self.left, self.right])
-            return hidden * self.merged * self.decay
-
-    class GainingQwen3(Qwen3ForCausalLM):
-        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
-            self.gains = Gains()
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.gains(super().forward(*args, **kwargs))
-
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-            gains = []
-            others = []
-            for name, tensor in weights:
-                (gains if name in GAINS else others).append((name, tensor))
-            for name, tensor in gains:
-                values = -torch.exp(tensor.float()) if name == "gains.decay" else tensor
-                self.get_parameter(name).data.copy_(values)
-            return super().load_weights(others) | {name for name, _ in gains}
-
-    return GainingQwen3
-
-
-@on_engines(1)
-@pytest.mark.timeout(300)
-def test_a_model_that_merges_weights_in_its_first_forward_equals_a_native_load(tmp_path: Path) -> None:
-    from vllm import ModelRegistry
-
-    job()
-    ModelRegistry.register_model("GainingQwen3", gaining_qwen3())
-    config = {**support.QWEN3, "architectures": ["GainingQwen3"]}
-    weights = []
-    native = []
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        gains = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in GAINS.items()}
-        weights.append(support.random_weights(support.QWEN3, seed) | gains)
-        checkpoint = support.write_checkpoint(tmp_path / str(seed), config, weights[-1])
-        native.append(native_answers(checkpoint, 1, GAINS))
-    assert native[0] != native[1] != native[2] != native[0]
-    engine = build(checkpoint, support.QWEN3, GAINS, **SMALL_BLOCKS)
-    assert engine.adaptor.staged == ("gains.decay",)  # computed by the loader
-    for values, answers in zip(weights, native, strict=True):
-        support.write_by_records(engine.adaptor, values)
-        engine.reset_caches()
-        assert answers_of(engine) == answers
-    engine.shutdown()

@@ -20,7 +20,6 @@ from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
 from hybrid_engine.errors import ArgumentError, StateError
-from hybrid_engine.records.regions import Shapes
 from tests.harness.errors import refused, violations_of
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
@@ -97,13 +96,6 @@ def check_switches(base: Path, num_tp: int) -> None:
     assert adaptor.resident_nbytes() == 0
     with refused(StateError, "weights-released"):
         drawn(engine)
-    groups = sorted({buffer.group for buffer in adaptor.layout().buffers.values()})
-    with refused(StateError, "event-refused"):
-        adaptor.commit(groups[:1])
-    adaptor.allocate(groups)
-    adaptor.commit(groups[:-1])
-    with refused(StateError, "weights-uncommitted"):
-        drawn(engine)
     support.fill_by_records(adaptor, weights[2])
     engine.reset_caches()
     assert answers_of(engine) == native
@@ -149,16 +141,16 @@ def _draw_in_two_threads(engine: InferenceEngine) -> Drawn:
         return drawn(engine, SEED)
 
 
-def native_answers(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = None) -> Answers:
+def native_answers(checkpoint: str, num_tp: int) -> Answers:
     """Return the answers of a vLLM in this process that loads the checkpoint itself."""
-    engine = _native_engine(checkpoint, num_tp, extra_shapes)
+    engine = _native_engine(checkpoint, num_tp)
     engine.adaptor.require_ready = lambda: None  # type: ignore[method-assign]
     answers = answers_of(engine)
     engine.shutdown()
     return answers
 
 
-def _native_engine(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = None) -> InferenceEngine:
+def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
     """Build an engine around vLLM's own loader."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
@@ -179,7 +171,7 @@ def _native_engine(checkpoint: str, num_tp: int, extra_shapes: Shapes | None = N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "loader_class", native_loader)
-        return build(checkpoint, support.QWEN3, extra_shapes, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
+        return build(checkpoint, support.QWEN3, sizes=sizes(tensor=num_tp), **SMALL_BLOCKS)
 
 
 # name -> (owner of the failing method, method, error)
