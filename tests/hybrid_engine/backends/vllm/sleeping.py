@@ -1,7 +1,7 @@
 """vLLM's sleep mode over the driver of the software GPU.
 
-Allocator, backend, executor and worker are vLLM's. The extension that calls the driver comes in two
-forms: `compiled`, if vLLM's wheel for CUDA is available, and `Ported`.
+The allocator is vLLM's. The extension that calls the driver comes in two forms: `compiled`, if vLLM's
+wheel for CUDA is available, and `Ported`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights import weight_memory
 from hybrid_engine.errors import DeviceMemoryError
 from hybrid_engine.memory.cuda_driver import CudaDriver
@@ -139,16 +138,13 @@ class Ported:
 
 
 class SleepingVllm:
-    """An `LLM` in vLLM's sleep mode, with a worker of one model.
+    """vLLM's allocator in sleep mode, with a worker of one model.
 
     Segment "first" holds a weight and the model's buffer, "second" two weights, "third" one.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, api: ModuleType, extension: Any) -> None:
         from vllm.device_allocator import cumem
-        from vllm.device_allocator.sleep_mode_backend import CuMemBackend
-        from vllm.v1.executor import UniProcExecutor
-        from vllm.v1.worker.gpu_worker import Worker
 
         self.driver = CudaDriver(api, torch.device("cpu"))
         self._extension = extension
@@ -185,30 +181,8 @@ class SleepingVllm:
         weights = {"a": ("first", 64), "b": ("second", 0), "c": ("second", 64), "d": ("third", 0)}
         self.live = {name: self.over(segment, start) for name, (segment, start) in weights.items()}
 
-        self.worker = Worker.__new__(Worker)
-        self.worker._sleep_mode_backend = CuMemBackend()
-        self.worker.model_runner = SimpleNamespace(model=self.model)
-        self.worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=(), enable_nccl_comm_suspend=False)
-        self.worker.vllm_config = SimpleNamespace(model_config=self.worker.model_config)
-        self.worker._sleep_saved_parameters = {}
-        self.worker._sleep_saved_draft_buffers = {}
-        self.worker.get_draft_model = self.worker.synchronize_device = lambda: None
-        self._executor = UniProcExecutor.__new__(UniProcExecutor)
-        self._executor.sleeping_tags = set()
-        self._executor.collective_rpc = self._call_worker
-        patch.setattr(internals, "worker_of", lambda _: self.worker)
-        patch.setattr(internals, "core_of", lambda _: SimpleNamespace(model_executor=self._executor))
-
-    def executor_knows(self) -> bool:
-        """Return whether the executor, not just the worker, knows that vLLM sleeps."""
-        return bool(self._executor.sleeping_tags)
-
-    def sleep(self, level: int) -> None:
-        if level:  # level 0 only pauses requests
-            self._executor.sleep(level)
-
-    def wake_up(self, tags: list[str]) -> None:
-        self._executor.wake_up(tags)
+        config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.model), vllm_config=config)
 
     def malloc(self, tag: str = "weights") -> int | None:
         """Allocate one granule, like a segment of a pool in torch's allocator."""
@@ -254,6 +228,3 @@ class SleepingVllm:
         """Return the fields of a snapshot of torch's memory pools that vLLM uses."""
         used = self.requested.items()
         return [{"address": self.segments[name], "requested_size": nbytes} for name, nbytes in used]
-
-    def _call_worker(self, method: str, kwargs: dict[str, Any] | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self.worker, method)(*args, **(kwargs or {}))]
