@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier, channels_taken
+from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.errors import HybridEngineError, ModelError, ReshardError
 from hybrid_engine.ranks.job import Job
 from tests.harness.errors import failing
@@ -60,9 +60,6 @@ class Rig:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group.device_group)
         replace(layer, weight=layer.weight.data / largest)
 
-    def local(self, layer: Any, method: Any) -> None:
-        replace(layer, weight=layer.weight.data / (self.group.world_size + self.group.rank_in_group))
-
     def barrier(self) -> ProcessingBarrier:
         return ProcessingBarrier(self.rank, self.job.new_group(self.ends))
 
@@ -77,13 +74,6 @@ class Rig:
 
     def adaptor(self, model: Model, keeps_addresses: bool) -> VllmAdaptor:
         return build_adaptor(model, keeps_addresses, self.barrier(), self.rank)
-
-    @contextlib.contextmanager
-    def failing(self, layer: str) -> Iterator[None]:
-        """Make rank FAILING fail in this layer."""
-        self.broken = layer
-        yield
-        self.broken = ""
 
     def build(self, **processing: Callable[[Any, Any], None]) -> None:
         self.adaptor(self.model(**processing), True)
@@ -107,15 +97,6 @@ class Rig:
 def rigged() -> Iterator[Rig]:
     with contextlib.ExitStack() as ends:
         yield Rig(ends)
-
-
-@on_engines(NUM_RANKS)
-def test_communication_is_detected() -> None:
-    with rigged() as rig:
-        for processing, channels in ((rig.reduced, {"device_group"}), (rig.local, set())):
-            with channels_taken() as taken:
-                rig.model(second=processing).process()
-            assert taken == channels
 
 
 @on_engines(NUM_RANKS)
