@@ -60,10 +60,6 @@ def with_added_tensors(layer: Any, method: Any) -> None:
     method.tables = [{"squares": layer.weight.data**2}, (layer.weight.data.amax(0),)]
 
 
-def with_data_rebound(layer: Any, method: Any) -> None:
-    layer.weight.data = layer.weight.data.flip(0).contiguous()
-
-
 def with_a_closure(layer: Any, method: Any) -> None:
     packed = layer.weight.data.t().contiguous()
     layer.compute = lambda x: x @ packed
@@ -85,13 +81,6 @@ def untouched(layer: Any, method: Any) -> None:
     replace(layer, weight=layer.weight.data.contiguous())
     method.kernel = SimpleNamespace(layout="row-major", weight=layer.weight)
     layer.dispatch = torch.nn.functional.linear
-
-
-def with_halves_swapped(layer: Any, method: Any) -> None:
-    """vLLM's own method for experts of FlashInfer's CUTLASS kernels."""
-    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
-
-    replace(layer, weight=swap_w13_to_w31(layer.weight.data[None])[0])
 
 
 def in_an_order(layer: Any, method: Any) -> None:
@@ -123,10 +112,8 @@ DERIVED = [
     padded,
     quantised,
     with_added_tensors,
-    with_data_rebound,
     with_a_closure,
     with_repeated_elements,
-    with_halves_swapped,
 ]
 WRITTEN = [scaled_in_place, added_to_a_buffer]
 LIVE = [with_aliases, untouched, with_a_constant_filled]
@@ -254,13 +241,15 @@ def build_adaptor(
     barrier: ProcessingBarrier | None = None,
     rank: int = 0,
     settings: ProcessSettings | None = None,
+    keeps_memory: bool = False,
 ) -> VllmAdaptor:
     """Build an adaptor like vLLM's start-up."""
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
     processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses, barrier)
-    return VllmAdaptor(processed, Forgetful() if keeps_addresses else CpuWeightMemory(), settings=settings)
+    memory = Forgetful() if keeps_addresses else CpuWeightMemory()
+    return VllmAdaptor(processed, memory, keeps_memory, settings=settings)
 
 
 def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:

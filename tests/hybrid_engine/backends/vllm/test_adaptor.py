@@ -1,9 +1,10 @@
-"""The adaptor over a small model, whose linear layer is repacked by vLLM, in every state."""
+"""The adaptor over a small model, one of whose layers is repacked, in every state."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -14,49 +15,24 @@ from hybrid_engine.backends.vllm.weights.groups import GroupEvent, GroupState, G
 from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.errors import ParameterMismatchError, StateError
-from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.regions import Shapes
 from tests.harness.errors import refused
+from tests.hybrid_engine.backends.vllm.made_up_methods import (
+    COLUMNS,
+    ROWS,
+    Model,
+    build_adaptor,
+    transposed,
+    untouched,
+)
+from tests.hybrid_engine.backends.vllm.support import differences
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
-Tensors = Mapping[str, torch.Tensor]
 Named = Iterable[tuple[str, torch.Tensor]]
 
-SIZE = 64
-SHAPES = {"linear": (SIZE, SIZE), "norm": (SIZE,)}
-LINEAR_NBYTES = SIZE * SIZE * 4
-NORM_NBYTES = SIZE * 4
-
-
-class Linear(torch.nn.Module):
-    """A linear layer of vLLM without its groups."""
-
-    def __init__(self) -> None:
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(SIZE, SIZE), requires_grad=False)
-        self.quant_method = UnquantizedLinearMethod()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
-
-
-class Model(torch.nn.Module):
-    """`linear` is repacked, `norm` is live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = Linear()
-        self.norm = torch.nn.RMSNorm(SIZE)
-
-    def load_weights(self, weights: Named) -> None:
-        for name, tensor in weights:
-            getattr(self, name).weight.data.copy_(tensor)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
+GROUPS = ["linear", "norm"]
+NBYTES = ROWS * COLUMNS * 4
+"""Bytes of each layer."""
 
 
 class Computing(torch.nn.Module):
@@ -80,39 +56,26 @@ class Computing(torch.nn.Module):
                 getattr(self.three, name).data.copy_(named[name])
 
 
-def adaptor_of(model: torch.nn.Module, shapes: Shapes, keeps_memory: bool = False) -> VllmAdaptor:
-    """Trace, process and inspect a model, like vLLM's start-up."""
-    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.quant_method.process_weights_after_loading(module)
-    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses=False)
-    return VllmAdaptor(processed, CpuWeightMemory(), keeps_memory)
+def two_layers() -> Model:
+    """Return a model in which `linear` is repacked, and `norm` is live."""
+    return Model(linear=transposed, norm=untouched)
 
 
-def weights_of(seed: int) -> TensorDict:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def write(buffers: Tensors, weights: Tensors) -> None:
-    for name, flat in buffers.items():
-        flat.copy_(weights[name.removesuffix(".weight")].flatten())
-
-
-def fill(adaptor: VllmAdaptor, weights: Tensors) -> None:
-    for group in ("linear", "norm"):
-        write(adaptor.allocate([group]), weights)
+def fill(adaptor: VllmAdaptor, seed: int, groups: Iterable[str] = GROUPS) -> None:
+    for group in groups:
+        for flat in adaptor.allocate([group]).values():
+            flat.copy_(adaptor.model.weights(seed)[group].flatten())
         adaptor.commit([group])
     adaptor.finish_fill()
 
 
-def computes(adaptor: VllmAdaptor, weights: Tensors) -> bool:
-    """Return whether the model is ready and computes with these weights."""
+def computes(adaptor: VllmAdaptor, linear: int, norm: int) -> bool:
+    """Return whether the model is ready and has the weights of these seeds, as after vLLM's own load."""
     adaptor.require_ready()
-    x = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(9))
-    expected = torch.nn.functional.rms_norm(x @ weights["linear"].T, (SIZE,), weights["norm"])
-    return torch.allclose(adaptor.model(x), expected, atol=1e-4)
+    fresh = two_layers()
+    fresh.load_weights({"linear": fresh.weights(linear)["linear"], "norm": fresh.weights(norm)["norm"]}.items())
+    fresh.process()
+    return differences(adaptor.model.held(), fresh.held()) == []
 
 
 def void(adaptor: VllmAdaptor) -> None:
@@ -124,11 +87,11 @@ def released(adaptor: VllmAdaptor) -> None:
 
 
 def filling(adaptor: VllmAdaptor) -> None:
-    adaptor.allocate(["linear", "norm"])
+    adaptor.allocate(GROUPS)
 
 
 def committed(adaptor: VllmAdaptor) -> None:
-    fill(adaptor, weights_of(0))
+    fill(adaptor, 0)
 
 
 def failed_while_allocating(adaptor: VllmAdaptor) -> None:
@@ -136,13 +99,13 @@ def failed_while_allocating(adaptor: VllmAdaptor) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuWeightMemory, "new", fail)
         with pytest.raises(MemoryError):
-            adaptor.allocate(["linear", "norm"])
+            adaptor.allocate(GROUPS)
 
 
 def failed_while_committing(adaptor: VllmAdaptor) -> None:
-    adaptor.allocate(["linear", "norm"])
+    adaptor.allocate(GROUPS)
     with adaptor.observed(fail), pytest.raises(MemoryError):
-        adaptor.commit(["linear", "norm"])
+        adaptor.commit(GROUPS)
 
 
 def fail(*_: object) -> None:
@@ -154,26 +117,25 @@ States = [void, released, filling, committed, failed_while_allocating, failed_wh
 
 @pytest.fixture
 def adaptor() -> VllmAdaptor:
-    return adaptor_of(Model(), SHAPES)
+    return build_adaptor(two_layers(), keeps_addresses=False)
 
 
 @pytest.mark.parametrize("enter", States)
 def test_weights_are_filled_kept_and_released_from_every_state(adaptor: VllmAdaptor, enter: Callable) -> None:
-    both = list(SHAPES)
     enter(adaptor)
     resident = adaptor.resident_nbytes()
     is_committed = enter is committed
     if enter not in (filling, failed_while_committing):
         with refused(StateError, "event-refused", "linear, norm"):
-            adaptor.commit(both)
+            adaptor.commit(GROUPS)
         assert adaptor.resident_nbytes() == resident
-        assert not is_committed or computes(adaptor, weights_of(0)), "the refusal lost the weights"
-    fill(adaptor, weights_of(1))
-    assert computes(adaptor, weights_of(1))
-    assert adaptor.resident_nbytes() == LINEAR_NBYTES + NORM_NBYTES == adaptor.nbytes
+        assert not is_committed or computes(adaptor, 0, 0), "the refusal lost the weights"
+    fill(adaptor, 1)
+    assert computes(adaptor, 1, 1)
+    assert adaptor.resident_nbytes() == 2 * NBYTES == adaptor.nbytes
     enter(adaptor)
-    adaptor.release(both)
-    assert list(adaptor.committed()) == (both if is_committed else []), "only committed weights are kept"
+    adaptor.release(GROUPS)
+    assert list(adaptor.committed()) == (GROUPS if is_committed else []), "only committed weights are kept"
     enter(adaptor)
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
@@ -184,60 +146,58 @@ def test_weights_are_filled_kept_and_released_from_every_state(adaptor: VllmAdap
 def test_groups_that_were_not_committed_can_be_committed_later(adaptor: VllmAdaptor) -> None:
     """The first commit is refused, and the second fails in one of two groups."""
     adaptor.release()
-    write(adaptor.allocate(["linear"]), weights_of(3))
+    adaptor.allocate(["linear"])
     with refused(StateError, "event-refused", "norm"):
-        adaptor.commit(["linear", "norm"])
-    write(adaptor.allocate(["norm"]), weights_of(3))
+        adaptor.commit(GROUPS)
+    (norm,) = adaptor.allocate(["norm"]).values()
+    norm.copy_(adaptor.model.weights(3)["norm"].flatten())
     with adaptor.observed(fail), pytest.raises(MemoryError):
-        adaptor.commit(["linear", "norm"])
+        adaptor.commit(GROUPS)
     adaptor.commit(["norm"])
-    write(adaptor.allocate(["linear"]), weights_of(3))
-    adaptor.commit(["linear"])
-    assert computes(adaptor, weights_of(3))
+    fill(adaptor, 3, ["linear"])
+    assert computes(adaptor, 3, 3)
 
 
 def test_void_weights_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
+    adaptor = build_adaptor(two_layers(), keeps_addresses=False, keeps_memory=True)
     freed = []
     monkeypatch.setattr(CpuWeightMemory, "free_kv_cache", lambda _: freed.append("KV cache"))
     assert adaptor.resident_nbytes() == adaptor.nbytes, "zeros must be packed like weights"
-    fill(adaptor, weights_of(0))
+    fill(adaptor, 0)
     resident = adaptor.resident_nbytes()  # with staging pages of the fill
     adaptor.release()
     assert freed == ["KV cache"]
-    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "pages for staging count as well"
+    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + PAGESIZE, "pages for staging count as well"
     with refused(StateError, "weights-uncommitted", "2 of 2"):
         adaptor.require_ready()
-    fill(adaptor, weights_of(1))
+    fill(adaptor, 1)
     assert adaptor.resident_nbytes() == resident
     adaptor.release(["norm"])
     assert list(adaptor.committed()) == ["norm"]
-    write(adaptor.allocate(["linear"]), weights_of(0))
-    adaptor.commit(["linear"])
-    assert computes(adaptor, {"linear": weights_of(0)["linear"], "norm": weights_of(1)["norm"]})
+    fill(adaptor, 0, ["linear"])
+    assert computes(adaptor, 0, 1)
 
 
-@pytest.mark.parametrize("kept", SHAPES)
-def test_kept_groups_stay_committed_and_the_others_can_be_filled(adaptor: VllmAdaptor, kept: str) -> None:
-    # `linear` is repacked, `norm` is live.
-    (released,) = SHAPES.keys() - {kept}
-    fill(adaptor, weights_of(0))
+@pytest.mark.parametrize(("kept", "released"), [GROUPS, GROUPS[::-1]])
+def test_kept_groups_stay_committed_and_the_others_can_be_filled(
+    adaptor: VllmAdaptor, kept: str, released: str
+) -> None:
+    fill(adaptor, 0)
     adaptor.release([kept])
     assert list(adaptor.committed()) == [kept]
-    assert adaptor.resident_nbytes() == {"linear": LINEAR_NBYTES, "norm": NORM_NBYTES}[kept]
+    assert adaptor.resident_nbytes() == NBYTES
     with refused(StateError, "weights-uncommitted", "1 of 2", released):
         adaptor.require_ready()
-    write(adaptor.allocate([released]), weights_of(1))
-    adaptor.commit([released])
-    assert computes(adaptor, {kept: weights_of(0)[kept], released: weights_of(1)[released]})
+    fill(adaptor, 1, [released])
+    assert computes(adaptor, **{kept: 0, released: 1})
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
 
 
 def test_memory_freed_as_a_whole_keeps_no_group(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(adaptor, weights_of(0))
+    fill(adaptor, 0)
     monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)  # like vLLM's sleep mode
-    adaptor.release(list(SHAPES))
+    adaptor.release(GROUPS)
     assert list(adaptor.committed()) == []
     assert adaptor.resident_nbytes() == 0
 
@@ -255,37 +215,44 @@ def test_memory_after_a_failed_wake_up_is_freed_again(adaptor: VllmAdaptor, monk
 
 
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
-    fill(adaptor, weights_of(0))
+    fill(adaptor, 0)
     view = adaptor.model.norm.weight.data[:5]  # a kernel may hold such a view
     adaptor.release()
-    fill(adaptor, weights_of(1))
-    assert torch.equal(view, weights_of(1)["norm"][:5])
+    fill(adaptor, 1)
+    assert torch.equal(view, adaptor.model.weights(1)["norm"][:5])
 
 
 def test_a_verified_fill_reports_weights_that_vllm_does_not_compute_with(adaptor: VllmAdaptor) -> None:
     norm = adaptor.model.norm
     reports: list[str] = []
-    with adaptor.proving(SHAPES, reports.append):
-        fill(adaptor, weights_of(0))
+    with adaptor.proving(GROUPS, reports.append):
+        fill(adaptor, 0)
     assert reports == []
     with adaptor.proving(["norm"], reports.append):
-        fill(adaptor, weights_of(1))
+        fill(adaptor, 1)
         norm.weight.data[0] += 1
     with (
         adaptor.proving(["norm"], reports.append),
         adaptor.observed(lambda *_: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data.clone()))),
     ):
-        fill(adaptor, weights_of(2))
+        fill(adaptor, 2)
     assert [report.partition("rank 0, ")[2] for report in reports] == [
         "vLLM's weights changed after they were committed",
         "vLLM's norm.weight is not the tensor that was filled",
     ]
 
 
+def adaptor_of(model: Computing) -> VllmAdaptor:
+    shapes = {"both": (8, 4), "weight": (4,), "bias": (4,)}
+    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
+    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses=False)
+    return VllmAdaptor(processed, CpuWeightMemory())
+
+
 def test_untraceable_tensors_are_written_by_the_loader() -> None:
     model = Computing()
     expected = Computing()
-    adaptor = adaptor_of(model, {"both": (8, 4), "weight": (4,), "bias": (4,)})
+    adaptor = adaptor_of(model)
     assert adaptor.staged == ("both",)
     buffers = adaptor.layout().buffers
     groups = {buffer_id.name: buffer.group for buffer_id, buffer in buffers.items()}
@@ -330,7 +297,7 @@ class AllAtOnce(Computing):
 )
 def test_a_loader_that_cannot_write_a_single_group_is_refused(model: type[Computing], problem: str) -> None:
     with pytest.raises(ParameterMismatchError, match=f"both: .*{problem}"):
-        adaptor_of(model(), {"both": (8, 4), "weight": (4,), "bias": (4,)})
+        adaptor_of(model())
 
 
 # -- states ----------------------------------------------------------------------------------------
