@@ -65,8 +65,7 @@ def root_not_sharded(rank: Rank) -> None:
 
 def on_meta(rank: Rank) -> None:
     with torch.device("meta"):
-        model = rank.model()
-    rank.wrapped(shard(model))
+        rank.wrapped(shard(rank.model()))
 
 
 def with_several_faults(rank: Rank) -> None:

@@ -42,15 +42,10 @@ def test_different_tensors_have_different_hashes() -> None:
     exchanged = tensor.clone()
     exchanged[[0, 1]] = exchanged[[1, 0]]
     hashes = [
-        hash_of(tensor),
+        *(hash_of(tensor + step) for step in range(200)),  # many small changes
         hash_of(tensor, 6),
         hash_of(changed),
         hash_of(exchanged),
         hash_of(tensor.t().contiguous()),
     ]
     assert len(set(hashes)) == len(hashes)
-
-
-def test_many_small_changes_do_not_cancel() -> None:
-    tensor = torch.zeros(4096)
-    assert len({hash_of(tensor + step) for step in range(200)}) == 200

@@ -300,22 +300,21 @@ def test_other_calls_that_change_weights_are_refused(core: Any, name: str) -> No
 
 
 def test_missing_weights_cannot_be_read(core: Any) -> None:
-    for call in (lambda: core.collective_rpc("compute_weight_checksums"), lambda: core.add_lora("request")):
-        with refused(StateError, "weights-incomplete"):
-            call()
-    fill(core, 0, 0)
-    assert core.collective_rpc("compute_weight_checksums") == ["compute_weight_checksums"] * 2
-    assert core.add_lora("request") == "added"
-
-
-def test_an_in_process_engine_can_inspect_its_model(core: Any) -> None:
-    calls = [("get_model_inspection", ()), ("apply_model", (type,))]
-    for name, args in calls:
+    """An in-process engine can inspect its model."""
+    calls: dict[str, tuple[Any, ...]] = {
+        "compute_weight_checksums": (),
+        "get_model_inspection": (),
+        "apply_model": (type,),
+    }
+    for name, args in calls.items():
         with refused(StateError, "weights-incomplete"):
             core.collective_rpc(name, args=args)
+    with refused(StateError, "weights-incomplete"):
+        core.add_lora("request")
     fill(core, 0, 0)
-    for name, args in calls:
+    for name, args in calls.items():
         assert core.collective_rpc(name, args=args) == [name] * 2
+    assert core.add_lora("request") == "added"
     for wrong_args in ((), ("type",)):
         with refused(StateError, "call-refused", "apply_model"):
             core.collective_rpc("apply_model", args=wrong_args)
@@ -325,15 +324,16 @@ def test_a_probe_needs_the_weights_of_all_workers(core: Any, monkeypatch: pytest
     monkeypatch.setattr(probing, "probe", lambda core, tokens: f"of {tokens}")
     first, second = engines_of(core)
     first.is_uncompared = True
+    probe = functools.partial(core.collective_rpc, "hybrid_engine_probe", args=([[1, 2]],))
     with refused(StateError, "weights-incomplete"):
-        core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],))
+        probe()
     second.is_uncompared = True
-    assert core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],)) == ["of [[1, 2]]"]
+    assert probe() == ["of [[1, 2]]"]
     with refused(StateError, "weights-incomplete"):
         core.resume_scheduler()
     first.is_uncompared = second.is_uncompared = False
     fill(core, 3, 3)
-    assert core.collective_rpc("hybrid_engine_probe", args=([[1, 2]],)) == ["of [[1, 2]]"]
+    assert probe() == ["of [[1, 2]]"]
 
 
 @pytest.mark.parametrize("names", [("waiting",), ("waiting", "skipped_waiting")])

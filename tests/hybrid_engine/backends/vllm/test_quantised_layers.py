@@ -11,8 +11,6 @@ from hybrid_engine.backends.vllm.quantised_layers import require_quantised
 from hybrid_engine.errors import ConfigError
 from tests.harness.errors import has_violation
 
-Layers = dict[str, torch.nn.Module]
-
 pytestmark = pytest.mark.slow  # imports vLLM
 
 
@@ -27,19 +25,9 @@ def layer(dtype: torch.dtype | None) -> torch.nn.Module:
     return module
 
 
-@pytest.fixture
-def quantised() -> Layers:
-    return {"fp8": layer(torch.float8_e4m3fn), "int8": layer(torch.int8), "packed": layer(torch.uint8)}
-
-
-@pytest.fixture
-def untouched() -> Layers:
-    return {"first": layer(torch.bfloat16), "second": layer(None), "norm": torch.nn.LayerNorm(2)}
-
-
-def test_layers_that_are_left_out_are_named(
-    quantised: Layers, untouched: Layers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_are_left_out_are_named_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    quantised = {"fp8": layer(torch.float8_e4m3fn), "int8": layer(torch.int8), "packed": layer(torch.uint8)}
+    untouched = {"first": layer(torch.bfloat16), "second": layer(None), "norm": torch.nn.LayerNorm(2)}
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         require_quantised(quantised, "some_method", logs=True)
         require_quantised({**quantised, **untouched}, "some_method", logs=False)
@@ -47,8 +35,5 @@ def test_layers_that_are_left_out_are_named(
         require_quantised({**quantised, **untouched}, "some_method", logs=True)
     (message,) = caplog.messages
     assert "some_method leaves 2 of 5 layers as they are: first, second" in message
-
-
-def test_a_method_without_effect_is_refused(untouched: Layers) -> None:
     with pytest.raises(ConfigError, check=has_violation("quantization", "quantises-nothing", "some_method", "2")):
         require_quantised(untouched, "some_method", logs=True)

@@ -55,7 +55,7 @@ def without_addresses(value: object) -> str:
 def test_impossible_sizes_are_refused(sizes: InferenceParallelism, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         InferenceSettings("model", sizes)
-    assert [finding.key for finding in caught.value.findings] == [key]
+    assert [of for of, _ in violations_of(caught.value)] == [key]
 
 
 WRONG_SAMPLING: list[Values] = [
@@ -96,21 +96,10 @@ def test_combinations_of_values_are_checked_by_vllm(values: Values) -> None:
 
 
 def test_all_errors_of_a_sampling_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Sampling(
-            n="n",
-            temperature="hot",
-            top_p=None,
-            top_k="k",
-            max_tokens=-1,
-            seed=-1,
-            logprobs=2,
-            stop_token_ids=5,
-        )
-    assert {finding.code for finding in caught.value.findings} == {"invalid-value"}
-    problems = {finding.key: finding.problem for finding in caught.value.findings}
-    assert len(problems) == 8
-    assert "-1" in problems["sampling.max_tokens"]
+    keys = ("n", "max_tokens", "logprobs")
+    with violated(ConfigError, *((f"sampling.{key}", "invalid-value") for key in keys)) as caught:
+        Sampling(n="n", max_tokens=-1, logprobs=2)
+    assert "-1" in caught.value.findings[1].problem
 
 
 def test_unknown_names_get_a_suggestion() -> None:
@@ -346,14 +335,13 @@ def test_all_token_lists_that_cannot_be_completed_are_named() -> None:
         ([5, 6, 7], "prompts[0]"),
         ([[True, False]], "prompts[0]"),
         ([bytearray(b"ab")], "prompts[0]"),
-        ("text", "prompts"),
-        (5, "prompts"),
+        *((prompts, "prompts") for prompts in ("text", 5)),
     ],
 )
 def test_only_lists_of_token_ids_can_be_scored(prompts: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_token_ids(prompts, max_tokens=1, limit=64, vocabulary=130)
-    assert caught.value.findings[0].key == key
+    assert violations_of(caught.value)[0][0] == key
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
@@ -401,26 +389,6 @@ def test_completions_have_the_form_of_their_prompts(tokenizer: ModelTokenizer) -
 # -- caches ----------------------------------------------------------------------------------------
 
 
-def nan_views(numel: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return consecutive views of one allocation, followed by unused memory."""
-    raw = torch.full((numel,), torch.nan)
-    views = []
-    offset = 0
-    for shape in shapes:
-        size = torch.Size(shape).numel()
-        views.append(raw[offset : offset + size].view(shape))
-        offset += size
-    return views
-
-
-def runner_with(runner_caches: list[torch.Tensor], **layers: Any) -> Any:
-    """Return the attributes of a model runner that `zero_caches` uses; `layers` maps to caches."""
-    context = {name: SimpleNamespace(kv_cache=cache) for name, cache in layers.items()}
-    context["without"] = SimpleNamespace()
-    compilation_config = SimpleNamespace(static_forward_context=context)
-    return SimpleNamespace(kv_caches=runner_caches, vllm_config=SimpleNamespace(compilation_config=compilation_config))
-
-
 def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
     output = SimpleNamespace(prompt_token_ids=[1, 9, 9], outputs=[None])
     request = Request.of(ImagePrompt([1, 9, 9, 9], [1, 9], [Image.new("RGB", (1, 1))], {}), Sampling())
@@ -429,24 +397,14 @@ def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
 
 
 def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:
-    attention, latent = nan_views(64, (2, 3, 4), (5, 6))
-    convolution, state = nan_views(40, (2, 5), (3, 8))
-    draft = nan_views(8, (8,))[0].view(torch.int32)
-    unused = torch.tensor([])
-    (held,) = nan_views(6, (6,))  # in no layer, only in the runner
-    runner = runner_with(
-        [attention, held],
-        layer=attention,
-        mla=latent,
-        mamba=(convolution, [state]),
-        draft=draft,
-        none=unused,
-    )
+    memory = torch.full((64,), torch.nan)  # with unused elements at its end
+    attention = memory[:24].view(2, 3, 4)
+    latent = memory[24:54].view(5, 6)
+    convolution, state, draft, held = (torch.full((8,), torch.nan) for _ in range(4))
+    caches = [attention, latent, (convolution, [state]), draft.view(torch.int32), torch.tensor([])]
+    layers = {str(number): SimpleNamespace(kv_cache=cache) for number, cache in enumerate(caches)}
+    config = SimpleNamespace(static_forward_context={**layers, "without": SimpleNamespace()})
+    # `held` is in no layer, only in the runner.
+    runner = SimpleNamespace(kv_caches=[attention, held], vllm_config=SimpleNamespace(compilation_config=config))
     zero_caches(runner)
-    for cache in (attention, convolution, draft):
-        storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-        assert storage.numel() in (256, 160, 32)
-        assert not storage.any()
-    assert not latent.any()
-    assert not held.any()
-    assert not state.any()
+    assert not any(tensor.any() for tensor in (memory, convolution, state, draft, held))
