@@ -35,7 +35,7 @@ in one tensor with one allocation. The peak rises
                                                       `release_weights: false`
 
 These numbers do not include activations, parameters that FSDP2 gathers for a layer, KV cache, CUDA
-context, libraries' workspaces, and memory that vLLM keeps during training: `NOT_COUNTED`.
+context, libraries' workspaces, and memory that vLLM keeps during training.
 
 The phases of a job, which may have more than two models:
 
@@ -67,13 +67,6 @@ from hybrid_engine.records.layout import DTYPE_NBYTES
 
 MIB, GIB = 2**20, 2**30
 
-NOT_COUNTED = (
-    "Not counted on a GPU: its context and workspaces, NCCL's communicators of both engines, and "
-    "vLLM's captured graphs, which stay while training (2 to 6 GiB in all, not measured). "
-    "generate_config.vllm can give part of that back: {sleep_mode_offload_cudagraph: true, "
-    "enable_nccl_comm_suspend: true}; generate_config.suspend_communicators gives back training's "
-    "communicators while vLLM generates"
-)
 _Kind = TypeVar("_Kind", bound=str)
 GRAD_NBYTES = 4
 MOMENTS_NBYTES = 8
@@ -394,5 +387,5 @@ def of_kinds(memory: TrainingMemory, kinds: Collection[str]) -> np.ndarray:
 
 def gib(nbytes: float) -> str:
     """Format bytes for a sentence, in GiB, or in MiB below 0.1 GiB."""
-    size, unit = (nbytes / GIB, "GiB") if abs(nbytes) >= GIB / 10 else (nbytes / MIB, "MiB")
+    size, unit = (nbytes / MIB, "MiB") if 0 < abs(nbytes) < GIB / 10 else (nbytes / GIB, "GiB")
     return f"{size:.1f} {unit}" if abs(size) >= 10 else f"{size:.3g} {unit}"

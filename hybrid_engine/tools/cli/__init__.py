@@ -6,7 +6,7 @@
     from_verl.py          `plan --from verl`: conversion of a verl configuration
     verify_command.py     `verify`, `certify`: options and their checks; tools/verify/ does the work
     options.py            parts that the commands' options have in common
-    output.py             output of an answer to a terminal, a file or a pipe
+    output.py             output of an answer as lines and tables, Markdown or JSON
 
 Exit status:
     0   the command succeeded and found no fault
@@ -88,7 +88,7 @@ def env(
 
     facts = facts_of(this_machine())
     lines = "\n".join(f"{name}: {fact}" for name, fact in facts.items())
-    write_answer(facts, lambda: typer.echo(lines), as_json=as_json)
+    write_answer(facts, [lines], as_json=as_json)
 
 
 __all__ = ["app"]

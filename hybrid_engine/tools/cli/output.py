@@ -1,19 +1,31 @@
-"""Output of a command's answer to a terminal, a file or a pipe that may be closed early."""
+"""Output of a command's answer to a terminal, a file or a pipe that may be closed early.
+
+An answer is printed from blocks, as lines and frames of a terminal or as Markdown:
+
+    table      a heading, names of columns, and rows
+    mapping    lines that begin with a heading
+    text       a line, or several to copy
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import typer
 from rich import console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from hybrid_engine.errors import FileError
+
+Block = str | Mapping[str, str] | Table
+_STYLES = {"Fits": "bold green", "Tight": "bold yellow", "Does not fit": "bold red"}
+"""Heading of a verdict -> its style; others are bold."""
 
 
 @contextmanager
@@ -38,8 +50,10 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda step: display.update(task, description=step)
 
 
-def write_answer(facts: object, show: Callable[[], None], *, as_json: bool) -> None:
-    """Write `facts` as JSON, or call `show` to print them.
+def write_answer(
+    facts: object, blocks: Iterable[Block], *, as_json: bool, as_markdown: bool = False
+) -> None:
+    """Write `facts` as JSON, or `blocks` for a reader.
 
     If stdout cannot be written, the command ends with a message and status 2.
     """
@@ -47,7 +61,11 @@ def write_answer(facts: object, show: Callable[[], None], *, as_json: bool) -> N
         if as_json:
             typer.echo(json.dumps(facts, indent=2))
         else:
-            show()
+            for block in blocks:
+                if as_markdown:
+                    typer.echo(_markdown(block))
+                else:
+                    _show(block)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, needs no more. The command keeps its exit status.
@@ -68,6 +86,32 @@ def _discard_output() -> None:
         os.dup2(null.fileno(), sys.stdout.fileno())
 
 
+def _markdown(block: Block) -> str:
+    """Return a block as Markdown of GitHub, with an empty line after it."""
+    if isinstance(block, Table):
+        columns = [[str(column.header), ":-", *column.cells] for column in block.columns]
+        for column in columns[1:]:
+            column[1] = "-:"
+        lines = [f"| {' | '.join(map(str, row))} |" for row in zip(*columns, strict=True)]
+        return "\n".join((f"**{block.title}**", "", *lines, ""))
+    if isinstance(block, Mapping):
+        return "".join(f"- **{heading}**: {text}\n" for heading, text in block.items())
+    return f"```\n{block}\n```\n" if "\n" in block else f"{block}\n"
+
+
+def _show(block: Block) -> None:
+    terminal = Console(highlight=False)
+    if isinstance(block, str):
+        # Lines to copy must not be broken.
+        terminal.print(block, markup=False, soft_wrap="\n" in block)
+    elif isinstance(block, Table):
+        terminal.print(block)
+    else:
+        for heading, text in block.items():
+            style = _STYLES.get(heading, "bold")
+            terminal.print(Text.assemble((f"{heading}: ", style), text))
+
+
 class Console(console.Console):
     """A rich console that leaves a broken pipe to `write_answer`."""
 
@@ -76,9 +120,11 @@ class Console(console.Console):
         raise
 
 
-def new_table(title: str, *columns: str) -> Table:
-    """Return an empty table; its first column is aligned left, the others right."""
+def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table; its first column is aligned left, the others right."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
-from hybrid_engine.layouts.memory import GIB, NOT_COUNTED
+from hybrid_engine.layouts.memory import gib
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.tools.cli.from_verl import VerlJob, read_verl
+from hybrid_engine.tools.cli.from_verl import read_verl
 from hybrid_engine.tools.cli.options import (
     config_argument,
     integer_option,
@@ -26,18 +24,23 @@ from hybrid_engine.tools.cli.options import (
     refuse,
     refusing,
 )
-from hybrid_engine.tools.cli.output import Console, new_table, progress, write_answer
+from hybrid_engine.tools.cli.output import Block, new_table, progress, write_answer
 from hybrid_engine.tools.plan.answer import (
-    UNITS,
-    Answer,
-    JobVerdict,
-    Unit,
-    assumptions,
+    explanations,
+    facts_of,
     facts_of_rank,
     later_switches,
+    sentences_of,
     tables_of,
 )
-from hybrid_engine.tools.plan.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
+from hybrid_engine.tools.plan.cluster_plan import (
+    DEVICE_GIB,
+    LINK_GBPS,
+    RESERVE_GIB,
+    Cluster,
+    JobPlan,
+    plan_job,
+)
 
 _DEVICES = Path("/dev")
 _RATES = ",".join(f"{link}={rate:g}" for link, rate in LINK_GBPS.items())
@@ -69,6 +72,13 @@ def plan(
     host_gib: Annotated[
         float | None, typer.Option(help="Memory of one host, GiB; not checked without.")
     ] = None,
+    reserve_gib: Annotated[
+        float,
+        typer.Option(
+            help="Memory of one device, GiB, for what is not counted: CUDA contexts, "
+            "communicators, workspaces, captured graphs. A job that fits and leaves less is tight."
+        ),
+    ] = RESERVE_GIB,
     link_gbps: Annotated[
         str,
         typer.Option(
@@ -91,17 +101,28 @@ def plan(
             "that are not trained: also what later switches move with incremental: auto."
         ),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also explain the rows of the tables.")
+    ] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for example for a pull request.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")
     ] = False,
 ) -> None:
     """Say whether a job fits its devices and what a switch between its two layouts moves.
 
-    Needs no device, no weights. The verdict comes first, then the numbers. Exits with 3 if the job
-    does not fit.
+    Needs no device, no weights. The verdict (fits, tight, does not fit) comes first, then the
+    numbers. Exits with 3 if the job does not fit.
     """
     violations = []
-    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
+    numbers = {
+        "--hosts-of": hosts_of,
+        "--device-gib": device_gib,
+        "--host-gib": host_gib,
+        "--reserve-gib": reserve_gib or None,
+    }
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             problem = f"{value:g} is not a valid size"
@@ -109,14 +130,16 @@ def plan(
             violations.append(Violation(key, problem, remedy, code="out-of-range"))
     size = collect(violations, _size_of_device, device, device_gib)
     rates = collect(violations, _parse_rates, link_gbps)
-    verl_job = None
+    remarks: list[str] = []
+    num_mtp_layers = None
     config = None
     if source is not None:
-        verl_job = collect(violations, read_verl, words, ranks, hosts_of)
-        if verl_job is not None:
+        if verl_job := collect(violations, read_verl, words, ranks, hosts_of):
             config = verl_job.config
             ranks = verl_job.ranks
             hosts_of = verl_job.hosts_of
+            remarks += verl_job.remarks
+            num_mtp_layers = verl_job.num_mtp_layers
     elif ranks is None:
         remedy = "Give the number of ranks: one for each device"
         violations.append(Violation("--ranks", "is missing", remedy, code="is-missing"))
@@ -125,42 +148,29 @@ def plan(
     if rank is not None and ranks is not None and not 0 <= rank < ranks:
         problem = f"{rank} of {ranks} ranks, counted from 0"
         violations.append(Violation("--rank", problem, "Name one of them", code="out-of-range"))
+    if as_markdown and as_json:
+        remedy = "Leave out one"
+        violations.append(Violation("--markdown", "and --json", remedy, code="set-twice"))
     if violations or config is None or rates is None or size is None or ranks is None:
         refuse(violations)
     hosts_of = 8 if hosts_of is None else hosts_of
     is_elastic = _has_elastic_buffers() if elastic is None else elastic
-    cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic)
-    with progress() as show_step:
-        answer = _answer(config, ranks, cluster, rank, frozen, verl_job, show_step)
-    write_answer(answer.as_dict(), lambda: _print_answer(answer), as_json=as_json)
-    raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
-
-
-def _answer(
-    config: HybridConfig,
-    ranks: int,
-    cluster: Cluster,
-    rank: int | None,
-    frozen: str | None,
-    verl_job: VerlJob | None,
-    show_step: Callable[[str], None],
-) -> Answer:
-    """Plan the job, and the rank and later switches if requested. Ends the command on errors."""
+    cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic, reserve_gib)
     started = time.perf_counter()
-    later = None
-    with refusing():
-        num_mtp_layers = None if verl_job is None else verl_job.num_mtp_layers
-        job = plan_job(config, ranks, cluster, show_step, num_mtp_layers=num_mtp_layers)
+    with progress() as show_step, refusing():
+        job = plan_job(config, ranks, cluster, show_step, num_mtp_layers)
+        facts = facts_of(job)
         if frozen is not None:
-            later = later_switches(job, frozen.replace(" ", "").split(","))
-    cost = {"seconds": time.perf_counter() - started, "peak_memory": _peak_memory()}
-    of_rank = None
-    if rank is not None:
-        show_step(f"every transfer of rank {rank}")
-        of_rank = facts_of_rank(job, rank)
-    remarks = [] if verl_job is None else verl_job.remarks
-    remarks = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
-    return Answer(job, cost, of_rank, later, remarks)
+            facts["later_switches"] = later_switches(job, frozen.replace(" ", "").split(","))
+        seconds = time.perf_counter() - started
+        facts["planning"] = {"seconds": seconds, "peak_memory": _peak_memory()}
+        if rank is not None:
+            show_step(f"every transfer of rank {rank}")
+            facts["rank"] = facts_of_rank(job, rank)
+        facts["remarks"] = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
+    blocks = _blocks(job, facts, explain)
+    write_answer(facts, blocks, as_json=as_json, as_markdown=as_markdown)
+    raise typer.Exit(0 if facts["verdict"]["fits"] else 3)
 
 
 def _remarks(config: HybridConfig, ranks: int, num_mtp_layers: int | None) -> Iterator[str]:
@@ -246,47 +256,23 @@ def _peak_memory() -> int:
     return int(status["VmHWM"].split()[0]) * 1024
 
 
-# -- output on a terminal -------------------------------------------------------------------------
-
-
-def _print_answer(answer: Answer) -> None:
-    console = Console(highlight=False)
-    job = answer.job
-    styles = {"Fits": "bold green", "Does not fit": "bold red"}
-    for head, sentence in JobVerdict(job).sentences().items():
-        console.print(Text.assemble((f"{head}: ", styles.get(head, "bold")), sentence))
-    for remark in answer.remarks:
-        # A remark of several lines is a configuration to paste, so its lines must not be broken.
-        console.print(remark, markup=False, soft_wrap="\n" in remark)
-    console.print()
-    for section in tables_of(answer):
-        table = new_table(section.title, "", "min", "mean", "max")
-        for label, numbers in section.rows.items():
-            table.add_row(label, *numbers)
-        console.print(table)
-        if section.note:
-            console.print(section.note, markup=False)
-    console.print(f"{assumptions(job)}\n{NOT_COUNTED}", markup=False)
-    rates = ", ".join(f"{link} {rate:g}" for link, rate in job.cluster.link_gbps.items())
-    console.print(f"Assumed speeds, 10^9 bytes per second of one rank, each direction: {rates}.")
-    if answer.rank is not None:
-        console.print(_rank_table(answer.rank, Unit.of(job)))
-    console.print(UNITS)
-    cost = answer.planning
-    console.print(
-        f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB."
-    )
-
-
-def _rank_table(facts: Mapping[str, Any], unit: Unit) -> Table:
-    table = new_table(f"Rank {facts['rank']}", "", "")
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            for link, nbytes in value.items():
-                table.add_row(f"{name}, {_LINKS[link]}, {unit.name}", unit.number(nbytes))
-        elif name != "rank":
-            table.add_row(name.replace("_", " "), f"{value:,.10g}")
-    return table
+def _blocks(job: JobPlan, facts: Mapping[str, Any], explain: bool) -> Iterator[Block]:
+    """Yield the answer for a reader: verdict, remarks, tables and explanations."""
+    yield sentences_of(job)
+    yield from facts["remarks"]
+    for title, ranges in tables_of(job, facts).items():
+        rows = [(name, *map(gib, values.values())) for name, values in ranges.items()]
+        yield new_table(title, ("by rank", "min", "mean", "max"), rows)
+    if "rank" in facts:
+        rows = []
+        for name, value in facts["rank"].items():
+            if isinstance(value, dict):
+                rows += [(f"{name}, {_LINKS[link]}", gib(value[link])) for link in value]
+            else:
+                rows.append((name, gib(value) if name == "staging" else f"{value:,.10g}"))
+        yield new_table("One rank", ("", ""), rows)
+    if explain:
+        yield explanations(job, facts)
 
 
 _LINKS = {"self": "within the rank", "host": "same host", "network": "other hosts"}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import ConfigError, Violation, collect, first_of, shortened
@@ -22,7 +21,7 @@ from hybrid_engine.tools.cli.options import (
     refuse,
     refusing,
 )
-from hybrid_engine.tools.cli.output import Console, new_table, progress, write_answer
+from hybrid_engine.tools.cli.output import Block, new_table, progress, write_answer
 
 if TYPE_CHECKING:
     from hybrid_engine.tools.verify.certificate import Finding
@@ -89,7 +88,7 @@ def verify(
             f"Compared without generate_config.quantization ({method}), which rounds weights"
         )
     facts = {**verdict.as_dict(), "faults": verdict.faults}
-    write_answer(facts, lambda: _print_verdict(verdict), as_json=as_json)
+    write_answer(facts, _verdict_blocks(verdict), as_json=as_json)
     raise typer.Exit(1 if verdict.faults else 0)
 
 
@@ -109,27 +108,26 @@ def _check_room_for_ranks(num_ranks: int) -> None:
         raise ConfigError([violation])
 
 
-def _print_verdict(verdict: Verdict) -> None:
-    Console().print(_verdict_table(verdict))
-    for line in (*verdict.remarks, *verdict.faults):
-        typer.echo(line)
-
-
-def _verdict_table(verdict: Verdict) -> Table:
+def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
     outcome = "Not the same" if verdict.faults else "The same"
-    table = new_table(f"{outcome}: {verdict.name}", "", "")
-    table.add_row("vLLM parameters compared, all switches and ranks", str(verdict.num_parameters))
-    table.add_row("of them not the bits that vLLM loads itself", str(len(verdict.different)))
-    table.add_row("switches with changed weights", str(verdict.num_versions))
     trainer = {"megatron": "Megatron", "fsdp2": "FSDP2"}[verdict.trainer]
-    for name, difference in ((trainer, verdict.training), ("vLLM", verdict.vllm)):
-        text = "not computed" if difference is None else f"{difference:.1e}"
-        label = f"log-probabilities, {name}, {verdict.statistic} difference from transformers"
-        table.add_row(label, text)
-    nbytes = f"{verdict.bytes_received}, {verdict.bytes_least}"
-    table.add_row("bytes received, least possible", nbytes)
-    table.add_row("seconds", f"{verdict.seconds:.1f}")
-    return table
+    differences = {
+        f"log-probabilities, {name}, {verdict.statistic} difference from transformers": (
+            "not computed" if difference is None else f"{difference:.1e}"
+        )
+        for name, difference in ((trainer, verdict.training), ("vLLM", verdict.vllm))
+    }
+    rows = {
+        "vLLM parameters compared, all switches and ranks": str(verdict.num_parameters),
+        "of them not the bits that vLLM loads itself": str(len(verdict.different)),
+        "switches with changed weights": str(verdict.num_versions),
+        **differences,
+        "bytes received, least possible": f"{verdict.bytes_received}, {verdict.bytes_least}",
+        "seconds": f"{verdict.seconds:.1f}",
+    }
+    yield new_table(f"{outcome}: {verdict.name}", ("", ""), rows.items())
+    yield from verdict.remarks
+    yield from verdict.faults
 
 
 def certify(
@@ -180,7 +178,7 @@ def certify(
         ]
         show_step(f"vLLM's engines, models: {len(models)}")
         findings = verification.certify(pairs, scratch)
-    write_answer(_as_json(findings), lambda: _print_findings(findings), as_json=as_json)
+    write_answer(_as_json(findings), _finding_blocks(findings), as_json=as_json)
     statuses = {finding.status for of_model in findings.values() for finding in of_model}
     raise typer.Exit(1 if statuses & {"differs", "failed"} else 0)
 
@@ -198,18 +196,15 @@ def _as_json(findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
     return {"versions": versions(), "models": models}
 
 
-def _print_findings(findings: Mapping[str, Sequence[Finding]]) -> None:
-    """Print the matrix, the differing tensors by cause, and reasons for missing comparisons."""
-    console = Console(highlight=False)
+def _finding_blocks(findings: Mapping[str, Sequence[Finding]]) -> Iterator[Block]:
+    """Yield the matrix, the differing tensors by cause, and reasons for missing comparisons."""
     ways = [finding.way for finding in next(iter(findings.values()))]
-    matrix = new_table("Compared with a cold load, after ...", "", *ways)
-    for model, of_model in findings.items():
-        matrix.add_row(model, *map(_cell, of_model))
-    console.print(matrix)
+    rows = [(model, *map(_cell, of_model)) for model, of_model in findings.items()]
+    yield new_table("Compared with a cold load, after ...", ("", *ways), rows)
     for model, of_model in findings.items():
         for finding in of_model:
             for line in _notes(finding):
-                console.print(f"{model}, {finding.way}, {line}", markup=False)
+                yield f"{model}, {finding.way}, {line}"
 
 
 def _notes(finding: Finding) -> Iterator[str]:

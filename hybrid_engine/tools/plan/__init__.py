@@ -6,7 +6,8 @@
                          (planning/), memory of every phase (layouts/memory.py), room for the KV
                          cache -> JobPlan; traced_side.py has vLLM's layout of a model without a
                          name table
-    3  answer.py         JobPlan -> named numbers (`plan --json`), sentences of the verdict, tables
+    3  answer.py         JobPlan -> named numbers (`plan --json`), tables of these, sentences of the
+                         verdict, explanations
 
 Called by the command `plan`. This package plans no transfers: bytes come from `planning.summary`,
 and the transfers of a rank from `planning.planner`.

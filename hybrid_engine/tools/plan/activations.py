@@ -85,8 +85,7 @@ class Step:
         """Return the settings of a configuration."""
         tokens = actor.micro_batch_size * actor.seq_length
         itemsize = DTYPE_NBYTES[actor.params_dtype]
-        if actor.fsdp is None or isinstance(sizes, TrainParallelism):
-            assert isinstance(sizes, TrainParallelism)
+        if isinstance(sizes, TrainParallelism):
             return cls(
                 sizes=sizes,
                 tokens=-(-tokens // sizes.context),
@@ -98,6 +97,7 @@ class Step:
                 modules=actor.recompute_modules or (),
                 logit_nbytes=itemsize + 4,
             )
+        assert actor.fsdp is not None
         itemsize = COMPUTE_NBYTES.get(actor.fsdp.mixed_precision, itemsize)
         return cls(
             sizes=TrainParallelism(1),

@@ -1,11 +1,13 @@
-"""Answer of `plan`: a job plan as numbers (`--json`), as sentences of a verdict, and as tables."""
+"""Answer of `plan`: a job plan as numbers (`--json`), tables of these, sentences, and explanations.
+
+A number has the same name in JSON, in a table, and in the explanations."""
 
 from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -19,51 +21,10 @@ from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import Holdings, SideLayout, first_members, rank_classes
 from hybrid_engine.tools.plan.cluster_plan import JobPlan
 
-GATHER = "gather of all weights, as verl and TRL"
-"""Label of a gather, in which every rank receives the parts of all tensors that it lacks.
-
-See docs/comparison.md."""
-
 MinMeanMax = Mapping[str, float]
 """Smallest, mean and largest value over ranks or hosts."""
 Ranges = Mapping[str, MinMeanMax]
 """Name -> bytes over ranks or hosts."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of `plan`.
-
-    Attributes:
-        job: the planned job.
-        planning: seconds of planning, and peak memory of the process in bytes.
-        rank: numbers of one rank, if requested.
-        later: later switches with frozen weights, if requested.
-        remarks: settings that the numbers ignore, and reasons why a job would be refused.
-    """
-
-    job: JobPlan
-    planning: Mapping[str, float]
-    rank: Mapping[str, Any] | None = None
-    later: LaterSwitches | None = None
-    remarks: Sequence[str] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the content of `plan --json`."""
-        facts = {
-            "verdict": JobVerdict(self.job).as_dict(),
-            **facts_of(self.job),
-            "planning": self.planning,
-        }
-        if self.rank is not None:
-            facts["rank"] = self.rank
-        if self.later is not None:
-            facts["later_switches"] = {
-                "bytes": {**moved_bytes(self.later.bytes), **_ranges(kept=self.later.kept)},
-                "incremental_mb": self.later.incremental_mb,
-            }
-        facts["remarks"] = [*self.remarks]
-        return facts
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:
@@ -77,17 +38,12 @@ def moved_bytes(summary: ByteSummary) -> Ranges:
         received=summary.received,
         received_same_host=summary.host,
         received_across_hosts=summary.network,
+        least=summary.lower_bound,
         copied_on_the_rank=summary.own,
         sent=summary.sent,
         sent_same_host=summary.sent_host,
         sent_across_hosts=summary.sent_network,
-        least=summary.lower_bound,
     )
-
-
-def bytes_across_hosts(plan: JobPlan) -> Ranges:
-    """Return the bytes that each host receives from others, and their lower bound."""
-    return _ranges(received=plan.received_by_host, least=plan.bytes.network_lower_bound)
 
 
 def device_memory(plan: JobPlan) -> Ranges:
@@ -95,14 +51,14 @@ def device_memory(plan: JobPlan) -> Ranges:
     memory = plan.memory
     state = memory.state
     inelastic = {} if state.inelastic is None else {"inelastic": state.inelastic}
-    gathered = {"gathered": plan.working.gathered} if plan.working.gathered.any() else {}
+    gathered = {"gathered": np.array([plan.gathered_nbytes])} if plan.gathered_nbytes else {}
     return _ranges(
         params=state.params,
         **inelastic,
         grads=state.grads,
         optimizer=state.optimizer,
         training=state.total,
-        activations=plan.working.activations,
+        activations=plan.activations,
         **gathered,
         vllm_step=np.array([plan.cache.step]),
         inference=memory.inference,
@@ -113,45 +69,29 @@ def device_memory(plan: JobPlan) -> Ranges:
     )
 
 
-def host_memory(plan: JobPlan) -> Ranges:
-    """Return the bytes of host memory of offloaded state and message copies while generating."""
-    return _ranges(per_rank=plan.on_host, per_host=plan.host_nbytes)
-
-
-def assumptions(plan: JobPlan) -> str:
-    """Return sentences on settings, other than sizes, that affect the peaks of device memory."""
-    released = "leave the device while it trains (release_weights: true)"
-    if plan.memory.keeps_inference:
-        released = "stay on the device while it trains (release_weights: false)"
-    left = "Parameters leave page by page as they are read, which on GPUs needs cuda-bindings"
-    if not plan.cluster.has_elastic_buffers:
-        left = (
-            "Without cuda-bindings parameters leave whole, at the end of a switch, "
-            "and ranks of a host send messages"
-        )
-    return f"Inference weights {released}. {left}."
-
-
 def facts_of(plan: JobPlan) -> dict[str, Any]:
     """Return all numbers of a job for JSON, in bytes and seconds."""
     table = plan.table
     cluster = plan.cluster
-    host_nbytes = cluster.host_gib and cluster.host_gib * GIB
-    device = {
-        **device_memory(plan),
-        "size": cluster.device_gib * GIB,
-        "fits": plan.fits_device,
-    }
-    gather = {
-        "system": GATHER,
-        "formula": "M - held",
-        "nbytes": float(plan.gathered.mean()),
-        "reason": "",
-    }
+    cache = plan.cache
+    status, _ = plan.verdict
+    left = plan.left
     dtype = plan.config.served_dtype
     params_dtype = plan.config.actor_config.params_dtype
     train_dtype = {} if params_dtype == dtype else {"train_dtype": params_dtype}
     return {
+        "verdict": {
+            "status": status,
+            "fits": status != "does not fit",
+            "reserve": cluster.reserve_gib * GIB,
+            "room": left["Device"],
+            "room_for_cache": cache.room,
+            "cache_tokens": cache.num_tokens,
+            "gpu_memory_utilization": cache.utilization,
+            "least_gpu_memory_utilization": cache.needed,
+            "peak_during": _PHASES.get(plan.fullest_phase, plan.fullest_phase),
+            "left_out": list(LEFT_OUT),
+        },
         "model": {
             "layers": table.dims.num_layers,
             "experts": table.dims.num_experts,
@@ -165,12 +105,29 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
         "train": sizes_as_dict(plan.train),
         "infer": sizes_as_dict(plan.infer),
         "bytes": moved_bytes(plan.bytes),
-        "across_hosts": bytes_across_hosts(plan),
+        "across_hosts": _ranges(
+            received=plan.received_by_host, least=plan.bytes.network_lower_bound
+        ),
         "sequential": moved_bytes(plan.sequential),
-        "peers": [gather],
+        "peers": [
+            {
+                "system": "gather of all weights, as verl and TRL",  # docs/comparison.md
+                "formula": "M - held",
+                "nbytes": float(plan.gathered.mean()),
+                "reason": "",
+            }
+        ],
         "memory": {
-            "device": device,
-            "host": {**host_memory(plan), "size": host_nbytes, "fits": plan.fits_host},
+            "device": {
+                **device_memory(plan),
+                "size": cluster.device_gib * GIB,
+                "fits": left["Device"] >= 0,
+            },
+            "host": {
+                **_ranges(per_rank=plan.on_host, per_host=plan.host_nbytes),
+                "size": cluster.host_gib and cluster.host_gib * GIB,
+                "fits": left["Host"] >= 0 if "Host" in left else None,
+            },
             "assumed": {
                 "release_weights": not plan.memory.keeps_inference,
                 "elastic_buffers": cluster.has_elastic_buffers,
@@ -228,33 +185,18 @@ def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
 # -- later switches --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class LaterSwitches:
-    """Cost of each switch after the first with frozen weights and `incremental: auto`.
-
-    Attributes:
-        kept: bytes of inference weights that stay on each device during training, for which
-            `incremental_mb` must be large enough; int array by rank.
-        bytes: bytes of the other weights, which are sent.
-    """
-
-    kept: np.ndarray
-    bytes: ByteSummary
-
-    @property
-    def incremental_mb(self) -> int:
-        """Smallest value of the key with which all frozen weights stay."""
-        return -(-int(self.kept.max()) // MIB)
-
-
-def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
-    """Count the later switches of a job with frozen tensors.
+def later_switches(job: JobPlan, patterns: Sequence[str]) -> dict[str, Any]:
+    """Count each switch after the first with frozen tensors and `incremental: auto`.
 
     A frozen tensor that vLLM commits together with a trained one is sent with it.
 
     Args:
         job: the planned job.
         patterns: names of canonical tensors that are frozen (`*`, `?`).
+
+    Returns:
+        `bytes` that are sent, with those of inference weights that are `kept` on each device during
+        training, and `incremental_mb`, the smallest value of the key with which all are kept.
 
     Raises:
         ConfigError: if a pattern matches no tensor.
@@ -272,14 +214,18 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
             violations.append(Violation("--frozen", problem, remedy, code="no-tensor-matches"))
     if violations:
         raise ConfigError(violations)
-    kept = frozen_tensors(job.source, job.destination, frozen, job.bucket_nbytes)
+    kept = frozen_tensors(source, destination, frozen, job.bucket_nbytes)
     sent = summarize(
         _without(source, kept),
         _without(destination, kept),
         job.cluster.hosts(job.world_size),
         job.cluster.relaying_hosts(job.world_size),
     )
-    return LaterSwitches(_nbytes_by_rank(job.destination, kept), sent)
+    nbytes = _nbytes_by_rank(destination, kept)
+    return {
+        "bytes": {**moved_bytes(sent), **_ranges(kept=nbytes)},
+        "incremental_mb": -(-int(nbytes.max()) // MIB),
+    }
 
 
 def _without(holdings: Holdings, names: Collection[str]) -> Holdings:
@@ -310,283 +256,197 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
 LEFT_OUT = ("CUDA context", "communicators", "workspaces of libraries", "captured graphs")
 """Uses of device memory that the peak does not include."""
 _WHEN = {"train": "while training", "switch": "at the switch", "generate": "while vLLM generates"}
-_LARGER_VLLM = "a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
+_LARGER_VLLM = "use a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
+_LARGER_MEGATRON = (
+    "use more ranks, a larger tensor_model_parallel_size, pipeline_model_parallel_size or (of "
+    "experts) expert_model_parallel_size, or recompute_granularity: full"
+)
 _PHASES = {"train": "training"}
 """Phase -> its name in `plan --json`, if different."""
 
 
-@dataclass(frozen=True)
-class JobVerdict:
-    """Verdict on whether a job can run as planned, judged by the rank with the most bytes."""
-
-    job: JobPlan
-
-    @property
-    def fits(self) -> bool:
-        """True if the job fits the device, vLLM's share of it, and a host of known size."""
-        return self.job.fits_device and self.job.cache.fits and self.job.fits_host is not False
-
-    def sentences(self) -> dict[str, str]:
-        """Return heading -> sentence."""
-        places = [(self.job.fits_device, self._of_device())]
-        if not self.job.cache.fits:
-            places.append((False, self._of_cache()))
-        if self.job.fits_host is not None:
-            places.append((self.job.fits_host, self._of_host()))
-        # Reasons why the job does not fit come first.
-        in_order = sorted(places, key=lambda place: place[0])
-        heading = "Fits" if self.fits else "Does not fit"
-        sentences = {heading: "; ".join(text for _, text in in_order) + "."}
-        if self.job.cache.fits:
-            sentences["Cache"] = f"{self._of_cache()}."
-        if kinds := self.job.stays.kinds | self.job.stays.fitting:
-            stays = f"on the device while vLLM generates: {', '.join(sorted(kinds))}."
-            sentences["Stays"] = stays
-        sentences["Left out"] = (
-            f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
+def sentences_of(job: JobPlan) -> dict[str, str]:
+    """Return heading -> sentence, the verdict first, with the reasons for it."""
+    sentences = {"Device": _of_device(job), "Cache": _of_cache(job)}
+    if job.cluster.host_gib is not None:
+        sentences["Host"] = (
+            f"{gib(job.host_nbytes.max())} of training state are offloaded to a host of "
+            f"{job.cluster.host_gib:g} GiB"
         )
-        sentences["Moves"] = self._moved()
-        there, copies = (seconds.max() for seconds in self.job.switch_seconds["to_vllm"])
-        back = self.job.switch_seconds["to_training"][0].max()
-        sentences["Takes"] = (
-            f"{there:.3g} s to vLLM, {copies / there:.0%} of it for copies over links and PCIe, "
-            f"and {back:.3g} s back, on the slowest rank, at speeds that are assumed, not measured."
-        )
-        return sentences
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the verdict of `plan --json`, in bytes."""
-        return {
-            "fits": self.fits,
-            "room": self.job.left,
-            "room_for_cache": self.job.cache.room,
-            "cache_tokens": self.job.cache.num_tokens,
-            "gpu_memory_utilization": self.job.cache.utilization,
-            "least_gpu_memory_utilization": self.job.cache.needed,
-            "peak_during": _PHASES.get(self.job.fullest_phase, self.job.fullest_phase),
-            "left_out": list(LEFT_OUT),
-        }
-
-    def _of_device(self) -> str:
-        phase = self.job.fullest_phase
-        left = self.job.left
-        size = f"{self.job.cluster.device_gib:g} GiB"
-        when = _WHEN.get(phase, f"in the phase {phase}")
-        peak = f"the peak of {gib(self.job.taken[phase])} on a device, {when},"
-        if left < 0:
-            return f"{peak} is {gib(-left)} more than its {size}: {self._remedy(phase)}"
-        return f"{peak} leaves {gib(left)} of its {size}"
-
-    def _remedy(self, phase: str) -> str:
-        """Return remedies for a phase that does not fit: offloads first, then larger sizes."""
-        actor = self.job.config.actor_config
-        memory = self.job.memory
-        has_vllm = phase in ("switch", "generate")
-        remedies = []
-        if has_vllm:
-            remedies += self._offloads()
-        elif "vLLM" in self.job.phases[phase].by_model:
-            remedies.append("release vLLM's weights (release_weights: true, incremental: off)")
-        if has_vllm and memory.inference.max() > memory.state.params.max():
-            remedies.append(f"use {_LARGER_VLLM}")
-        elif actor.fsdp is not None:
-            remedies.append("use more ranks, or a smaller micro_batch_size")
-        else:
-            expert = ", expert_model_parallel_size" * bool(self.job.table.dims.num_experts)
-            sizes = f"tensor_model_parallel_size, pipeline_model_parallel_size{expert}"
-            remedies.append(f"use more ranks, a larger {sizes}, or recompute_granularity: full")
-        return ", or ".join(remedies)
-
-    def _offloads(self) -> list[str]:
-        """Return the keys that offload training state which stays on the device."""
-        stays = self.job.stays
-        keys = [f"offload_train_{kind}: true" for kind in sorted(stays.kinds)]
-        keys += ["critic_config.offload: true"] * stays.critic
-        return [f"offload training ({', '.join(keys)})"] if keys else []
-
-    def _of_host(self) -> str:
-        largest = gib(self.job.host_nbytes.max())
-        size = f"{self.job.cluster.host_gib:g} GiB"
-        fits = "fit" if self.job.fits_host else "do not fit"
-        return f"{largest} of offloaded training state {fits} a host of {size}"
-
-    def _of_cache(self) -> str:
-        cache = self.job.cache
-        taken = f"weights of {gib(cache.weights)}, a step of {gib(cache.step)}"
-        share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g})"
-        if cache.given is not None:
-            total = cache.weights + cache.step + cache.given
-            share = f"vLLM's weights, step and kv_cache_mb, {gib(total)},"
-        if cache.room <= 0:
-            contents = f"{share} are less than {taken}"
-        else:
-            contents = (
-                f"{share} hold {taken}, and a KV cache of {gib(cache.room)}: "
-                f"{cache.num_tokens:,} tokens, {cache.num_sequences:.3g} sequences of "
-                f"{cache.longest:,}"
-            )
-        if cache.fits:
-            return contents
-        if cache.given is not None:
-            return (
-                f"{contents}; set kv_cache_mb for one sequence of max_model_len, within the device"
-            )
-        most = 1 - cache.beside / cache.device
-        training = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
-        if cache.needed > most:
-            # Offloading helps only if vLLM would start without the training state.
-            remedies = [] if cache.needed > 1 else self._offloads()
-            remedy = ", or ".join(remedies or [f"use {_LARGER_VLLM}", "a lower max_model_len"])
-            return f"{contents}. No share of the device is enough{training}: {remedy}"
-        if cache.utilization > most:
-            return f"{contents}; it starts with at most {int(100 * most) / 100:g}{training}"
-        return f"{contents}; it starts from {cache.needed:g}, or with a lower max_model_len"
-
-    def _moved(self) -> str:
-        moved = self.job.bytes
-        gathered = float(self.job.gathered.mean())
-        received = float(moved.received.mean())
-        least = float(moved.lower_bound.mean())
-        text = f"{gib(received)} to a rank on average, "
-        if received > least:
-            text += f"{gib(received - least)} more than the least possible"
-        else:
-            text += "the least that these two layouts allow"
-        saved = 1 - received / gathered if gathered else 0.0
-        if saved >= 0.005:
-            text += f", {saved:.0%} less than all weights on every rank ({gib(gathered)})"
-        return f"{text}."
-
-
-# -- tables ----------------------------------------------------------------------------------------
-
-
-UNITS = (
-    "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, "
-    "or over hosts where a row says so."
-)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Unit of a job's tables."""
-
-    name: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, job: JobPlan) -> Unit:
-        """Return MiB for a job of less than 0.1 GiB per device, such as a test model; else GiB."""
-        return cls("GiB", GIB) if float(job.memory.device.max()) >= GIB / 10 else cls("MiB", MIB)
-
-    def number(self, nbytes: float) -> str:
-        """Return bytes as text in this unit."""
-        size = nbytes / self.nbytes
-        return f"{size:.3f}" if abs(size) >= 1e-3 or nbytes == 0 else f"{size:.3g}"
-
-    def numbers(self, values: MinMeanMax) -> list[str]:
-        """Return min, mean and max as text in this unit."""
-        return [self.number(values[name]) for name in ("min", "mean", "max")]
-
-
-@dataclass(frozen=True)
-class NumbersTable:
-    """Table of numbers: label of a row -> min, mean and max; `note` is a line below it."""
-
-    title: str
-    rows: Mapping[str, list[str]]
-    note: str = ""
-
-
-def tables_of(answer: Answer) -> Iterator[NumbersTable]:
-    """Yield the tables of an answer in reading order."""
-    job = answer.job
-    yield _moved(job)
-    yield _memory(job)
-    if answer.later is not None:
-        yield _later(answer.later, job)
-
-
-_PART = "  of it "
-_MOVED: Mapping[str, str] = {
-    "received": "received from other ranks",
-    "received_same_host": "from the same host",
-    "received_across_hosts": "from other hosts",
-    "least": "least that a rank must receive",
-    "copied_on_the_rank": "copied within the rank",
-    "sent": "sent to other ranks",
-    "sent_same_host": "to the same host",
-    "sent_across_hosts": "to other hosts",
-}
-_IS_PART = {
-    "received_same_host",
-    "received_across_hosts",
-    "sent_same_host",
-    "sent_across_hosts",
-    "inelastic",
-}
-
-
-def _rows(numbers: Ranges, labels: Mapping[str, str], unit: Unit) -> dict[str, list[str]]:
-    return {
-        _PART * (name in _IS_PART) + label: unit.numbers(numbers[name])
-        for name, label in labels.items()
-        if name in numbers
-    }
-
-
-def _moved(job: JobPlan) -> NumbersTable:
-    unit = Unit.of(job)
-    hosts = len(set(job.cluster.hosts(job.world_size)))
-    across = bytes_across_hosts(job)
-    rows = _rows(moved_bytes(job.bytes), _MOVED, unit) | {
-        "received by a host from other hosts": unit.numbers(across["received"]),
-        "least that a host must receive": unit.numbers(across["least"]),
-        "received, with infer_rank_order: sequential": unit.numbers(
-            range_of(job.sequential.received)
-        ),
-        f"received by a {GATHER}": unit.numbers(range_of(job.gathered)),
-    }
-    title = f"What a switch moves, {unit.name} by rank; {job.world_size:,} ranks, hosts: {hosts:,}"
-    note = "Least: what is needed in generation and not held in training; no plan can receive less."
-    return NumbersTable(title, rows, note)
-
-
-def _memory(job: JobPlan) -> NumbersTable:
-    labels = {
-        "params": "parameters",
-        "inelastic": "leaving only at the end of a switch",
-        "grads": "gradients",
-        "optimizer": "optimizer state",
-        "training": "training state: these three",
-        "activations": "activations of a step, estimated",
-        "gathered": "gathered by FSDP2, with gradients",
-        "inference": "vLLM's weights",
-        "vllm_step": "vLLM's largest step, estimated",
-        "largest_bucket": "largest bucket of a switch",
-        "switch": "a switch, if vLLM's weights came all at once",
-        "interleaved_switch": "a switch, as it is"
-        + ": bucket by bucket" * (not job.memory.keeps_inference),
-        "peak": "device peak, without the KV cache",
-    }
-    unit = Unit.of(job)
-    host = host_memory(job)
-    rows = _rows(device_memory(job), labels, unit) | {
-        "host memory while generating": unit.numbers(host["per_rank"]),
-        "the same, by host": unit.numbers(host["per_host"]),
-    }
-    note = (
-        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two "
-        "buckets. All experts of a layer are in one bucket, which may be larger than bucket_mb. "
-        f"The peak is the most of any phase ({', '.join(job.phases)}), "
-        "with what the configuration leaves on the device."
+    if kinds := job.stays.kinds | job.stays.fitting:
+        sentences["Stays"] = f"on the device while vLLM generates: {', '.join(sorted(kinds))}"
+    moved = job.bytes
+    sentences["Moves"] = (
+        f"{gib(moved.received.mean())} to a rank on average; the least that these layouts allow is "
+        f"{gib(moved.lower_bound.mean())}, and a gather of all weights {gib(job.gathered.mean())}"
     )
-    return NumbersTable(f"Memory, {unit.name} by rank", rows, note)
+    there, back = (seconds.max() for seconds, _ in job.switch_seconds.values())
+    sentences["Takes"] = (
+        f"{there:.3g} s to vLLM and {back:.3g} s back on the slowest rank, at assumed speeds"
+    )
+    status, places = job.verdict
+    reasons = "; ".join(sentences.pop(place) for place in places)
+    if status == "tight":
+        reserve = f"{job.cluster.reserve_gib:g} GiB"
+        reasons += f"; {reserve} are reserved for what is not counted: {', '.join(LEFT_OUT)}"
+    in_order = {status.capitalize(): reasons, **sentences}
+    return {heading: f"{sentence}." for heading, sentence in in_order.items()}
 
 
-def _later(later: LaterSwitches, job: JobPlan) -> NumbersTable:
-    unit = Unit.of(job)
-    keys = f"incremental: auto and incremental_mb: {later.incremental_mb}"
-    rows = _rows(moved_bytes(later.bytes), _MOVED, unit)
-    rows["kept on the device"] = unit.numbers(range_of(later.kept))
-    return NumbersTable(f"Later switches, {unit.name} by rank, with {keys}", rows)
+def _of_device(job: JobPlan) -> str:
+    phase = job.fullest_phase
+    left = job.left["Device"]
+    size = f"{job.cluster.device_gib:g} GiB"
+    when = _WHEN.get(phase, f"in the phase {phase}")
+    peak = f"the peak of {gib(job.taken[phase])} on a device, {when},"
+    if left < 0:
+        return f"{peak} is {gib(-left)} more than its {size}: {_remedy(job, phase)}"
+    return f"{peak} leaves {gib(left)} of its {size}"
+
+
+def _remedy(job: JobPlan, phase: str) -> str:
+    """Return remedies for a phase that does not fit: offloads first, then larger sizes."""
+    memory = job.memory
+    has_vllm = phase in ("switch", "generate")
+    remedies = []
+    if has_vllm:
+        remedies += _offloads(job)
+    elif "vLLM" in job.phases[phase].by_model:
+        remedies.append("release vLLM's weights (release_weights: true, incremental: off)")
+    if has_vllm and memory.inference.max() > memory.state.params.max():
+        remedies.append(_LARGER_VLLM)
+    elif job.config.actor_config.fsdp is not None:
+        remedies.append("use more ranks, or a smaller micro_batch_size")
+    else:
+        remedies.append(_LARGER_MEGATRON)
+    return ", or ".join(remedies)
+
+
+def _offloads(job: JobPlan) -> list[str]:
+    """Return the keys that offload training state which stays on the device."""
+    keys = [f"offload_train_{kind}: true" for kind in sorted(job.stays.kinds)]
+    keys += ["critic_config.offload: true"] * job.stays.critic
+    return [f"offload training ({', '.join(keys)})"] if keys else []
+
+
+def _of_cache(job: JobPlan) -> str:
+    cache = job.cache
+    if cache.given is None:
+        share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g}) leave"
+    else:
+        share = "kv_cache_mb gives"
+    contents = (
+        f"{share} {gib(cache.room)} for the KV cache, beside weights of {gib(cache.weights)} and a "
+        f"step of {gib(cache.step)}: {cache.num_tokens:,} tokens, "
+        f"{cache.num_tokens / cache.longest:.3g} sequences of {cache.longest:,}"
+    )
+    if cache.left >= 0:
+        return contents
+    if cache.given is not None:
+        return f"{contents}; set kv_cache_mb for one sequence of max_model_len, within the device"
+    most = 1 - cache.beside / cache.device
+    training = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
+    if cache.needed > most:
+        # Offloading helps only if vLLM would start without the training state.
+        remedies = [] if cache.needed > 1 else _offloads(job)
+        remedy = ", or ".join(remedies or [_LARGER_VLLM, "a lower max_model_len"])
+        return f"{contents}. No share of the device is enough{training}: {remedy}"
+    if cache.utilization > most:
+        return f"{contents}; it starts with at most {int(100 * most) / 100:g}{training}"
+    return f"{contents}; it starts from {cache.needed:g}, or with a lower max_model_len"
+
+
+# -- tables and explanations -----------------------------------------------------------------------
+
+
+def tables_of(job: JobPlan, facts: Mapping[str, Any]) -> dict[str, Ranges]:
+    """Return title -> name -> bytes of `facts`, by rank unless the name ends in `by_host`."""
+    hosts = len(set(job.cluster.hosts(job.world_size)))
+    across = facts["across_hosts"]
+    host = facts["memory"]["host"]
+    tables: dict[str, Ranges] = {
+        f"What a switch moves; {job.world_size:,} ranks, hosts: {hosts:,}": {
+            **facts["bytes"],
+            "received_by_host": across["received"],
+            "least_by_host": across["least"],
+            "received_sequential": facts["sequential"]["received"],
+        },
+        "Memory": {
+            **device_memory(job),
+            "host_memory": host["per_rank"],
+            "host_memory_by_host": host["per_host"],
+        },
+    }
+    if "later_switches" in facts:
+        later = facts["later_switches"]
+        keys = f"incremental: auto and incremental_mb: {later['incremental_mb']}"
+        tables[f"Later switches, with {keys}"] = later["bytes"]
+    return tables
+
+
+def explanations(job: JobPlan, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the meaning of the names in the tables of a job, and what the numbers assume."""
+    names = {name for rows in tables_of(job, facts).values() for name in rows}
+    released = "leave the device while it trains (release_weights: true)"
+    if job.memory.keeps_inference:
+        released = "stay on the device while it trains (release_weights: false)"
+    left = "Parameters leave page by page as they are read, which on GPUs needs cuda-bindings"
+    if not job.cluster.has_elastic_buffers:
+        left = (
+            "Without cuda-bindings parameters leave whole, at the end of a switch, "
+            "and ranks of a host send messages"
+        )
+    rates = ", ".join(f"{link} {rate:g}" for link, rate in job.cluster.link_gbps.items())
+    return {
+        **{name: meaning for name, meaning in _MEANINGS.items() if name in names},
+        "assumed": f"Inference weights {released}. {left}.",
+        "not counted": _NOT_COUNTED,
+        "speeds": f"10^9 bytes per second of one rank, each direction: {rates}.",
+        "units": "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, or hosts.",
+    }
+
+
+_MEANINGS = {
+    "received": "from other ranks.",
+    "received_same_host": "part of it from ranks of the same host.",
+    "received_across_hosts": "part of it from other hosts.",
+    "least": "what is needed in generation and not held in training; no plan can receive less.",
+    "copied_on_the_rank": "from training's to vLLM's memory of one rank.",
+    "sent": "to other ranks.",
+    "sent_same_host": "part of it to ranks of the same host.",
+    "sent_across_hosts": "part of it to other hosts.",
+    "received_by_host": "by all ranks of a host from other hosts.",
+    "least_by_host": "least that a host must receive.",
+    "received_sequential": "by a rank with infer_rank_order: sequential.",
+    "params": "training's parameters.",
+    "inelastic": "parameters that leave only at the end of a switch.",
+    "grads": "gradients.",
+    "optimizer": "optimizer state.",
+    "training": "parameters, gradients and optimizer state.",
+    "activations": "of a training step, estimated.",
+    "gathered": "parameters and gradients that FSDP2 gathers, estimated.",
+    "vllm_step": "vLLM's largest step, estimated.",
+    "inference": "vLLM's weights.",
+    "largest_bucket": (
+        "of a switch. All experts of a layer are in one bucket, which may be larger than bucket_mb."
+    ),
+    "switch": "if vLLM's weights came all at once.",
+    "interleaved_switch": (
+        "a switch as it is. Bucket by bucket it takes the larger of params and inference, and two "
+        "buckets."
+    ),
+    "peak": (
+        "most of any phase, with what the configuration leaves on the device, without the KV cache."
+    ),
+    "host_memory": "of offloaded state and copies of messages, while vLLM generates.",
+    "host_memory_by_host": "the same of all ranks of a host.",
+    "kept": "vLLM's frozen weights, which stay on the device.",
+}
+"""Name in a table -> meaning."""
+_NOT_COUNTED = (
+    "on a GPU its context and workspaces, NCCL's communicators of both engines, and vLLM's "
+    "captured graphs, which stay while training: 2 to 6 GiB, estimated (--reserve-gib). "
+    "generate_config.vllm can give part of that back: {sleep_mode_offload_cudagraph: true, "
+    "enable_nccl_comm_suspend: true}; generate_config.suspend_communicators gives back training's "
+    "communicators while vLLM generates."
+)

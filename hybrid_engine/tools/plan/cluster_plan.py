@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
-from hybrid_engine.config import HybridConfig
+from hybrid_engine.config import ActorConfig, HybridConfig
 from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
 from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, DependencyError, Violation
@@ -78,6 +79,12 @@ DEVICE_GIB: Mapping[str, float] = {
 """Device -> memory in GiB as CUDA reports it, less than the nominal size.
 
 Boards of one name differ by about 0.2 GiB."""
+RESERVE_GIB = 6.0
+"""Largest estimate of what no plan counts on a device, in GiB.
+
+It is memory of CUDA contexts, communicators, libraries' workspaces, and captured graphs. Contexts,
+communicators and remains of an offload took 3.4 GiB of an H200, beside vLLM's share
+(tests/gpu/sizes.py)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Cluster:
         link_gbps: 10^9 bytes per second of one rank, by link.
         has_elastic_buffers: training buffers release memory page by page, and peers on a host can
             read them; on GPUs this needs cuda-bindings.
+        reserve_gib: memory of a device below which a job that fits is called tight.
     """
 
     ranks_per_host: int = 8
@@ -98,6 +106,7 @@ class Cluster:
     host_gib: float | None = None
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
     has_elastic_buffers: bool = True
+    reserve_gib: float = RESERVE_GIB
 
     def hosts(self, num_ranks: int) -> list[int]:
         """Return the host number of every rank."""
@@ -164,19 +173,10 @@ class CacheRoom:
         return max(0, int(self.room - beyond_windows)) * self.longest // max(1, cached)
 
     @property
-    def num_sequences(self) -> float:
-        """Number of longest sequences that fit at once."""
-        return self.num_tokens / self.longest
-
-    @property
-    def least(self) -> int:
-        """Bytes that vLLM needs to start: weights, a step, one sequence."""
-        return self.weights + self.step + self.sequence
-
-    @property
     def needed(self) -> float:
         """Smallest sufficient fraction of the device, in steps of 0.01; above 1 if none is."""
-        return math.ceil(100 * self.least / self.device) / 100
+        least = self.weights + self.step + self.sequence
+        return math.ceil(100 * least / self.device) / 100
 
     @property
     def taken(self) -> float:
@@ -186,82 +186,11 @@ class CacheRoom:
 
     @property
     def left(self) -> float:
-        """Bytes of the device not used then; negative if they do not suffice."""
-        return self.device - self.taken
+        """Bytes left for the cache beyond one longest sequence, or on the device if fewer.
 
-    @property
-    def lack(self) -> float:
-        """Bytes missing for vLLM to start, also with training state that stays; 0 if it starts."""
-        return max(0.0, self.sequence - self.room, -self.left)
-
-    @property
-    def fits(self) -> bool:
-        """True if vLLM starts."""
-        return self.lack == 0
-
-
-@dataclass(frozen=True, eq=False)
-class Working:
-    """Estimated bytes of training steps in addition to state; int arrays by rank or pipeline stage.
-
-    Attributes:
-        activations: activations of the actor.
-        critic: activations of the critic.
-        gathered: parameters and gradients that FSDP2 gathers.
-    """
-
-    activations: np.ndarray
-    critic: np.ndarray
-    gathered: np.ndarray
-
-    @classmethod
-    def of_megatron(cls, config: HybridConfig, table: ModelTable, world_size: int) -> Working:
-        """Return the estimates by pipeline stage, for training with Megatron."""
-        actor = config.actor_config
-        activations = activation_nbytes(table, Step.of(actor, actor.sizes(world_size)))
-        of_critic = np.zeros_like(activations)
-        if config.critic_config is not None:
-            critic = critic_of(config, world_size)
-            step = Step.of(critic.actor, critic.actor.sizes(world_size))
-            of_critic = activation_nbytes(critic.table, step)
-        return cls(activations, of_critic, np.zeros_like(activations))
-
-    def by_rank(self, num_ranks: int) -> Working:
-        """Return the estimates by rank; the ranks of a stage are consecutive."""
-        times = num_ranks // len(self.activations)
-        arrays = (self.activations, self.critic, self.gathered)
-        return Working(*(np.repeat(array, times) for array in arrays))
-
-
-def job_phases(
-    config: HybridConfig,
-    state: TrainingMemory,
-    inference: np.ndarray,
-    bucket: int,
-    critic: TrainingMemory | None,
-    working: Working,
-    stays: Stays,
-) -> dict[str, Phase]:
-    """Return phase -> bytes on a device, without the optional reference policy's phase.
-
-    Args:
-        config: configuration of the job.
-        state: training state of the actor.
-        inference: bytes of vLLM's weights.
-        bucket: bytes of the largest bucket.
-        critic: training state of the critic.
-        working: estimates of training steps, by rank.
-        stays: state that stays on the device.
-    """
-    plan = plan_memory(state, inference, bucket, critic, stays=stays)
-    phases = dict(plan.phases)
-    del phases["reference"]
-    steps = {"train": working.activations + working.gathered, "critic train": working.critic}
-    for name, nbytes in steps.items():
-        if name in phases:
-            by_model = {**phases[name].by_model, "activations": nbytes}
-            phases[name] = replace(phases[name], by_model=by_model)
-    return phases
+        vLLM does not start if they are negative.
+        """
+        return min(self.room - self.sequence, self.device - self.taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +208,8 @@ class JobPlan:
         memory: training state, and peaks of a switch alone.
         phases: phase of the job -> bytes on a device, with all state that the configuration keeps
             there.
-        working: estimates of training steps.
+        activations: estimated activations of a training step of the actor.
+        gathered_nbytes: estimated bytes of parameters and gradients that FSDP2 gathers in a step.
         stays: state that stays on the device.
         on_host: bytes of offloaded state in host memory while vLLM generates, and of copies of
             messages.
@@ -298,7 +228,8 @@ class JobPlan:
     sequential: ByteSummary
     memory: MemoryPeaks
     phases: Mapping[str, Phase]
-    working: Working
+    activations: np.ndarray
+    gathered_nbytes: int
     stays: Stays
     on_host: np.ndarray
     stage_caches: Sequence[tuple[LayerCache, ...]]
@@ -338,23 +269,24 @@ class JobPlan:
         what neither gradients nor the KV cache have room for leaves first, and the rest behind
         generation. On the way back parameters come first, the rest behind the next training step.
         """
+
+        def pcie_seconds(nbytes: Any) -> np.ndarray:
+            return np.zeros(self.world_size) + nbytes / PCIE_GBPS / 1e9
+
         state = self.memory.state
         kept = self.stays.kinds | self.stays.fitting
         kinds = copied_kinds(state, kept)
-        none = np.zeros(self.world_size)
-        params = kinds.get("param", none) / PCIE_GBPS / 1e9
-        optimizer = kinds.get("optimizer", none) / PCIE_GBPS / 1e9
-        late = none
-        if state.inelastic is not None:
-            late = np.minimum(params, state.inelastic / PCIE_GBPS / 1e9)
-        first = optimizer
+        params = pcie_seconds(kinds.get("param", 0))
+        first = pcie_seconds(kinds.get("optimizer", 0))
+        inelastic = 0 if state.inelastic is None else state.inelastic
+        late = np.minimum(params, pcie_seconds(inelastic))
         meanwhile = params - late
         if self.cluster.has_elastic_buffers and self.config.generate_config.incremental == "off":
-            dropped = none if "grad" in kept else state.grads
-            beyond_gradients = np.maximum(self.memory.inference - dropped, 0) / PCIE_GBPS / 1e9
-            cached = max(self.cache.room, 0) / PCIE_GBPS / 1e9
-            first = np.clip(params + optimizer - cached, 0, beyond_gradients)
-            meanwhile = none
+            dropped = 0 if "grad" in kept else state.grads
+            beyond_gradients = pcie_seconds(np.maximum(self.memory.inference - dropped, 0))
+            cached = pcie_seconds(max(self.cache.room, 0))
+            first = np.clip(params + first - cached, 0, beyond_gradients)
+            meanwhile = 0 * params
         copies = first + np.maximum(self.seconds, meanwhile) + late
         num_buckets = -(-self.memory.inference // self.bucket_nbytes)
         return {
@@ -382,7 +314,7 @@ class JobPlan:
     def taken(self) -> dict[str, float]:
         """Phase -> bytes on the device with most; `generate` has vLLM's share if vLLM starts."""
         taken = {name: float(phase.total.max()) for name, phase in self.phases.items()}
-        if self.cache.fits:
+        if self.cache.left >= 0:
             taken["generate"] = max(taken["generate"], self.cache.taken)
         return taken
 
@@ -391,15 +323,34 @@ class JobPlan:
         """Phase with the largest use of a device."""
         return max(self.taken, key=self.taken.__getitem__)
 
-    @property
-    def left(self) -> float:
-        """Bytes of the device not used in that phase; negative if they do not suffice."""
-        return self.cluster.device_gib * GIB - self.taken[self.fullest_phase]
+    @cached_property
+    def left(self) -> dict[str, float]:
+        """Place -> bytes left in it, negative if it has too few.
+
+        The places are "Device" in its fullest phase, "Cache" of vLLM with one longest sequence in
+        it, and "Host", if its size is known.
+        """
+        device = self.cluster.device_gib * GIB - self.taken[self.fullest_phase]
+        left = {"Device": device, "Cache": self.cache.left}
+        if self.cluster.host_gib is not None:
+            left["Host"] = self.cluster.host_gib * GIB - self.host_nbytes.max().item()
+        return left
 
     @property
-    def fits_device(self) -> bool:
-        """True if every rank's peak is within its device."""
-        return bool(self.peak.max() <= self.cluster.device_gib * GIB)
+    def verdict(self) -> tuple[str, list[str]]:
+        """Verdict "fits", "tight" or "does not fit", and the places that decide it.
+
+        A job is tight if a device, or vLLM's share of it, has less left than the reserve.
+        """
+        if lacking := [place for place, nbytes in self.left.items() if nbytes < 0]:
+            return "does not fit", lacking
+        spare = {"Device": self.left["Device"]}
+        if self.cache.given is None:  # else what is not counted takes nothing from the cache
+            spare["Cache"] = self.cache.room - self.cache.sequence
+        reserve = self.cluster.reserve_gib * GIB
+        if short := [place for place, nbytes in spare.items() if nbytes < reserve]:
+            return "tight", short
+        return "fits", ["Device"]
 
     @cached_property
     def cache(self) -> CacheRoom:
@@ -433,13 +384,6 @@ class JobPlan:
         """Bytes of host memory used while vLLM generates; int array by host."""
         hosts = self.cluster.hosts(self.world_size)
         return np.bincount(hosts, weights=self.on_host).astype(np.int64)
-
-    @property
-    def fits_host(self) -> bool | None:
-        """True if every host has memory for its ranks' state; None if its size is not known."""
-        if self.cluster.host_gib is None:
-            return None
-        return bool(self.host_nbytes.max() <= self.cluster.host_gib * GIB)
 
     def plan_of(self, rank: int) -> ReshardPlan:
         """Return all transfers of one rank."""
@@ -480,7 +424,8 @@ def plan_job(
     dtype = config.served_dtype
     table = JobContext.of(config, world_size, num_mtp_layers).table
     progress("laying out both sides")
-    source, state, working = _training(config, world_size, table)
+    source, state, gathered = _training(config, world_size, table)
+    train = config.train_sizes(world_size)
     infer = generate.sizes(world_size)
     hosts = cluster.hosts(world_size)
     lay_out: Callable[[ModelTable, InferenceParallelism], SideLayout]
@@ -531,10 +476,21 @@ def plan_job(
     on_host = sum(copied_kinds(state, stays.kinds).values(), np.zeros_like(state.copied))
     if critic is not None and not stays.critic:
         on_host = on_host + critic.copied
+    activations = _activations(config.actor_config, table, train)
+    steps = {"train": activations + gathered}
+    if config.critic_config is not None:
+        model = critic_of(config, world_size)
+        sizes = model.actor.sizes(world_size)
+        steps["critic train"] = _activations(model.actor, model.table, sizes)
+    phases = dict(plan_memory(state, weights, bucket, critic, stays=stays).phases)
+    del phases["reference"]  # no configuration says whether there is one
+    for name, nbytes in steps.items():
+        by_model = {**phases[name].by_model, "activations": nbytes}
+        phases[name] = replace(phases[name], by_model=by_model)
     return JobPlan(
         config=config,
         table=table,
-        train=config.train_sizes(world_size),
+        train=train,
         infer=infer,
         cluster=cluster,
         source=source,
@@ -542,8 +498,9 @@ def plan_job(
         bytes=moved,
         sequential=sequential,
         memory=MemoryPeaks(state, weights, bucket, keeps_inference=keeps_inference),
-        phases=job_phases(config, state, weights, bucket, critic, working, stays),
-        working=working,
+        phases=phases,
+        activations=activations,
+        gathered_nbytes=gathered,
         stays=stays,
         on_host=on_host,
         stage_caches=cached,
@@ -553,21 +510,24 @@ def plan_job(
 
 def _training(
     config: HybridConfig, world_size: int, table: ModelTable
-) -> tuple[SideLayout, TrainingMemory, Working]:
-    """Return the training layout, its memory, and the estimates of training steps, by rank."""
+) -> tuple[SideLayout, TrainingMemory, int]:
+    """Return the training layout, its memory, and the bytes that FSDP2 gathers in a step."""
     actor = config.actor_config
     if actor.fsdp is None:
-        source, state = megatron_training(actor, table, world_size)
-        working = Working.of_megatron(config, table, world_size)
-        return source, state, working.by_rank(world_size)
+        return *megatron_training(actor, table, world_size), 0
     sizes = actor.fsdp.sizes(world_size)
     model = sharded_model(config, table)
     source = sharded_side(table, model, sizes, actor.params_dtype)
     state = sharded_memory(source, model, sizes, actor.params_dtype)
-    activations = activation_nbytes(table, Step.of(actor, ShardedParallelism(1)))
-    gathered = np.array([gathered_nbytes(model, actor)])
-    working = Working(activations, np.zeros_like(activations), gathered)
-    return source, state, working.by_rank(world_size)
+    return source, state, gathered_nbytes(model, actor)
+
+
+def _activations(
+    actor: ActorConfig, table: ModelTable, sizes: TrainParallelism | ShardedParallelism
+) -> np.ndarray:
+    """Return the activations of a training step by rank; the ranks of a stage are consecutive."""
+    by_stage = activation_nbytes(table, Step.of(actor, sizes))
+    return np.repeat(by_stage, sizes.world_size // len(by_stage))
 
 
 def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:

@@ -167,7 +167,10 @@ def test_the_printed_configuration_has_lengths_batch_and_optimizer(tmp_path: Pat
     file = write_verl_config(long_directory, "megatron", optim=optim, **actor)
     result = run(file, "--from", "verl", f"{ROLLOUT}.max_model_len=null")
     text = result.stdout.partition("configuration as:\n")[2]
-    config = yaml.safe_load(text[: text.index("\nactor_rollout_ref")])
+    markdown = run(file, "--from", "verl", f"{ROLLOUT}.max_model_len=null", "--markdown").stdout
+    shown = text[: text.index("\nactor_rollout_ref")]
+    assert f"\n```\nRead from verl's configuration as:\n{shown}\n```\n" in markdown
+    config = yaml.safe_load(shown)
     assert config["model"] == str(long_directory)
     trained = config["actor_config"]
     assert (trained["seq_length"], trained["micro_batch_size"]) == (4096, 4)

@@ -162,7 +162,7 @@ def test_fit_and_time(job: JobPlanner) -> None:
     train = TrainParallelism(4, tensor=2)
     infer = InferenceParallelism(4)
     small = job(train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates))
-    assert (small.fits_device, small.fits_host) == (False, False)
+    assert small.verdict == ("does not fit", ["Device", "Cache", "Host"])
     moved = small.bytes
     expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
     assert moved.network.sum() == 0
@@ -181,7 +181,7 @@ def test_fit_and_time(job: JobPlanner) -> None:
     _, copies = whole.switch_seconds["to_vllm"]
     np.testing.assert_allclose(copies, whole.seconds + alone["param"] + alone["optimizer"])
     exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
-    assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
+    assert job(train, infer, exact).verdict == ("does not fit", ["Cache"])
     assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
 
 
