@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from hybrid_engine.errors import ReshardError
 from hybrid_engine.ranks.signals_and_forks import end_with_parent
 
 _LOOPBACK = "127.0.0.1"
@@ -36,6 +37,15 @@ class Ended:
 
     status: int | None
     output: str
+
+    def require_success(self, program: str, timeout: float) -> None:
+        """Raise ReshardError, with the output, unless every rank of `program` succeeded."""
+        if self.status is None:
+            message = f"no answer within {timeout:g} s:\n{self.output}"
+            raise ReshardError(message, code="no-verdict-in-time")
+        if self.status != 0:
+            message = f"{program} ended with {self.status}:\n{self.output}"
+            raise ReshardError(message, code="ended-without-verdict")
 
 
 def run_ranks(

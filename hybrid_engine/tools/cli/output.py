@@ -17,11 +17,8 @@ from contextlib import contextmanager, suppress
 
 import typer
 from rich import console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-
-from hybrid_engine.errors import FileError
 
 Block = str | Mapping[str, str] | Table
 _STYLES = {"Fits": "bold green", "Tight": "bold yellow", "Does not fit": "bold red"}
@@ -34,20 +31,8 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     Yields a function that sets the description of the current step.
     """
-    errors = console.Console(stderr=True)
-    if not errors.is_terminal:
-        yield lambda _: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns,
-        console=errors,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as display:
-        task = display.add_task("starting", total=None)
-        yield lambda step: display.update(task, description=step)
+    with console.Console(stderr=True).status("starting") as status:
+        yield status.update
 
 
 def write_answer(
@@ -70,13 +55,9 @@ def write_answer(
     except BrokenPipeError:
         # The reader, such as `head`, needs no more. The command keeps its exit status.
         _discard_output()
-    except (FileError, OSError) as error:
-        if isinstance(error, FileError):
-            problem = str(error)
-        else:
-            problem = f"writing the answer: {error.strerror or error}"
+    except OSError as error:
         _discard_output()
-        typer.echo(problem, err=True)
+        typer.echo(f"writing the answer: {error.strerror or error}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -157,7 +157,7 @@ def plan(
     is_elastic = _has_elastic_buffers() if elastic is None else elastic
     cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic, reserve_gib)
     started = time.perf_counter()
-    with progress() as show_step, refusing():
+    with refusing(), progress() as show_step:
         job = plan_job(config, ranks, cluster, show_step, num_mtp_layers)
         facts = facts_of(job)
         if frozen is not None:

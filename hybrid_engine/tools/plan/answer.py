@@ -218,7 +218,7 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> dict[str, Any]:
     sent = summarize(
         _without(source, kept),
         _without(destination, kept),
-        job.cluster.hosts(job.world_size),
+        job.hosts,
         job.cluster.relaying_hosts(job.world_size),
     )
     nbytes = _nbytes_by_rank(destination, kept)
@@ -346,14 +346,13 @@ def _of_cache(job: JobPlan) -> str:
         return f"{contents}; set kv_cache_mb for one sequence of max_model_len, within the device"
     most = 1 - cache.beside / cache.device
     training = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
-    if cache.needed > most:
-        # Offloading helps only if vLLM would start without the training state.
-        remedies = [] if cache.needed > 1 else _offloads(job)
-        remedy = ", or ".join(remedies or [_LARGER_VLLM, "a lower max_model_len"])
-        return f"{contents}. No share of the device is enough{training}: {remedy}"
-    if cache.utilization > most:
-        return f"{contents}; it starts with at most {int(100 * most) / 100:g}{training}"
-    return f"{contents}; it starts from {cache.needed:g}, or with a lower max_model_len"
+    if cache.needed <= most:
+        share = f"from {cache.needed:g} to {int(100 * most) / 100:g}"
+        return f"{contents}; it starts with gpu_memory_utilization {share}{training}"
+    # Offloading helps only if vLLM would start without the training state.
+    remedies = [] if cache.needed > 1 else _offloads(job)
+    remedy = ", or ".join(remedies or [_LARGER_VLLM, "a lower max_model_len"])
+    return f"{contents}. No share of the device is enough{training}: {remedy}"
 
 
 # -- tables and explanations -----------------------------------------------------------------------
@@ -361,7 +360,7 @@ def _of_cache(job: JobPlan) -> str:
 
 def tables_of(job: JobPlan, facts: Mapping[str, Any]) -> dict[str, Ranges]:
     """Return title -> name -> bytes of `facts`, by rank unless the name ends in `by_host`."""
-    hosts = len(set(job.cluster.hosts(job.world_size)))
+    hosts = len(set(job.hosts))
     across = facts["across_hosts"]
     host = facts["memory"]["host"]
     tables: dict[str, Ranges] = {

@@ -51,7 +51,7 @@ from hybrid_engine.tools.plan.activations import (
     step_tokens,
     vllm_step_nbytes,
 )
-from hybrid_engine.tools.plan.traced_side import TracedSides
+from hybrid_engine.tools.plan.traced_side import traced_positions, traced_side
 
 UNKNOWN_LENGTH = 2048
 """Tokens of the longest sequence that vLLM assumes if config.json has no key for it."""
@@ -240,6 +240,11 @@ class JobPlan:
         return self.infer.world_size
 
     @property
+    def hosts(self) -> list[int]:
+        """Host number of every rank."""
+        return self.cluster.hosts(self.world_size)
+
+    @property
     def bucket_nbytes(self) -> int:
         """Bytes at which the planner closes a bucket."""
         return self.config.generate_config.bucket_mb * MIB
@@ -297,8 +302,10 @@ class JobPlan:
     @cached_property
     def received_by_host(self) -> np.ndarray:
         """Bytes that each host receives from others; int array by host."""
-        hosts = self.cluster.hosts(self.world_size)
-        return np.bincount(hosts, weights=self.bytes.network).astype(np.int64)
+        return self._by_host(self.bytes.network)
+
+    def _by_host(self, nbytes: np.ndarray) -> np.ndarray:
+        return np.bincount(self.hosts, weights=nbytes).astype(np.int64)
 
     @cached_property
     def gathered(self) -> np.ndarray:
@@ -382,15 +389,14 @@ class JobPlan:
     @cached_property
     def host_nbytes(self) -> np.ndarray:
         """Bytes of host memory used while vLLM generates; int array by host."""
-        hosts = self.cluster.hosts(self.world_size)
-        return np.bincount(hosts, weights=self.on_host).astype(np.int64)
+        return self._by_host(self.on_host)
 
     def plan_of(self, rank: int) -> ReshardPlan:
         """Return all transfers of one rank."""
         return plan_sides(
             self.source,
             self.destination,
-            self.cluster.hosts(self.world_size),
+            self.hosts,
             self.bucket_nbytes,
             [name for name in self.table.shapes if not self.table.is_served(name)],
             rank,
@@ -416,7 +422,7 @@ def plan_job(
 
     Raises:
         ConfigError: if FSDP2 trains and transformers cannot build the model, for the order "auto"
-            without scipy, and as `TracedSides.side` for a model without a name table.
+            without scipy, and as `traced_positions` for a model without a name table.
         ModelError: vLLM cannot construct such a model without memory.
     """
     cluster = cluster or Cluster()
@@ -428,19 +434,18 @@ def plan_job(
     train = config.train_sizes(world_size)
     infer = generate.sizes(world_size)
     hosts = cluster.hosts(world_size)
-    lay_out: Callable[[ModelTable, InferenceParallelism], SideLayout]
+    lay_out: Callable[[InferenceParallelism], SideLayout]
     if table.is_derived:
         # How vLLM divides it among stages and what its layers cache is in no rule.
-        sides = TracedSides(config, len(set(hosts)), source.shapes)
-        lay_out = sides.side
-        traced = sides.positions(table, infer)
+        traced = traced_positions(config, table, infer, len(set(hosts)))
+        lay_out = partial(traced_side, traced, source.shapes)
         cached = [planned.caches for planned in traced]
         longest = traced[0].max_model_len
     else:
-        lay_out = partial(inference_side, dtype=dtype)
+        lay_out = partial(inference_side, table, dtype=dtype)
         cached = layer_caches(table, infer, DTYPE_NBYTES[dtype])
         longest = longest_sequence(config)
-    positions = lay_out(table, infer)
+    positions = lay_out(infer)
     relaying = cluster.relaying_hosts(world_size)
     progress("counting bytes")
     sequential = summarize(source, positions, hosts, relaying)
@@ -463,7 +468,7 @@ def plan_job(
     if order != tuple(range(world_size)):
         progress("counting bytes in that order")
         infer = replace(infer, rank_order=order)
-        destination = lay_out(table, infer)
+        destination = lay_out(infer)
         moved = summarize(source, destination, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()

@@ -7,7 +7,7 @@ of a checkpoint. All instances are alike.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,94 +37,79 @@ _TRACED = (
 """Engine arguments of `generate_config.vllm` on which places of weights, or states, depend."""
 
 
-class TracedSides:
-    """Layouts of vLLM for a configuration, by sizes.
+def traced_positions(
+    config: HybridConfig, table: ModelTable, sizes: InferenceParallelism, num_hosts: int
+) -> list[PlannedPosition]:
+    """Return what vLLM has at each position of an instance.
 
     Args:
         config: checked configuration.
+        table: table of the model.
+        sizes: parallel sizes, with sequential ranks.
         num_hosts: number of hosts of the job.
-        shapes: shapes of the tensors in training, which may be finer.
+
+    Raises:
+        ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a rule.
+        ModelError: vLLM cannot construct the model without memory.
     """
-
-    def __init__(self, config: HybridConfig, num_hosts: int, shapes: Shapes) -> None:
-        self._config = config
-        self._num_hosts = num_hosts
-        self._shapes = shapes
-        self._traced: dict[InferenceParallelism, list[PlannedPosition]] = {}
-
-    def side(self, table: ModelTable, sizes: InferenceParallelism) -> SideLayout:
-        """Return vLLM's part of every tensor on all ranks.
-
-        Args:
-            table: table of the model.
-            sizes: parallel sizes, in any order of ranks.
-
-        Raises:
-            ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a
-                rule.
-            ModelError: vLLM cannot construct the model without memory.
-            PlanError: tensors have other shapes in training.
-        """
-        by_position = sizes.ranks.reshape(-1, sizes.ranks_per_instance).T
-        alike: dict[int, np.ndarray] = {}
-        layouts = []
-        for planned, ranks in zip(self.positions(table, sizes), by_position, strict=True):
-            first = int(ranks.min())
-            alike[first] = np.sort(ranks)
-            layouts.append(planned.layout.refined(self._shapes).on(first))
-        whole = Layout.merge(layouts)
-        held = holdings_of(whole, sizes.world_size, alike)
-        elements = np.zeros((2, sizes.world_size), dtype=np.int64)
-        for buffer_id, buffer in whole.buffers.items():
-            ranks = alike[buffer_id.rank]
-            elements[0, ranks] += buffer.numel
-            if _OF_EXPERT.search(buffer_id.name):
-                elements[1, ranks] += buffer.numel
-        return SideLayout(
-            held.num_ranks,
-            held.shapes,
-            held.dtypes,
-            held.owners,
-            held.placed,
-            elements[0],
-            elements[1],
-            is_offered_all=True,
+    if invalid := violations(sizes, table):
+        raise ConfigError(invalid)
+    try:
+        from hybrid_engine.backends.vllm import InferenceSettings, Position, planned_position
+    except ImportError as error:
+        problem = f"vLLM's own loader shows the weights of {table.architecture}: {error}"
+        remedy = "Install vLLM, or name a model with a name table"
+        raise ConfigError([Violation("model", problem, remedy, code="needs-package")]) from error
+    # Bytes are counted unquantised, and methods need kernels of the job's devices, as many other
+    # arguments do.
+    arguments = config.generate_config.vllm
+    traced = {name: arguments[name] for name in _TRACED if name in arguments}
+    update = {"quantization": UNQUANTISED, "vllm": traced}
+    generate = config.generate_config.model_copy(update=update)
+    settings = InferenceSettings(str(config.model), sizes, generate, config.served_dtype)
+    return [
+        planned_position(
+            Position(rank, sizes.world_size, num_hosts), settings, table.shapes, table.dtypes
         )
+        for rank in range(sizes.ranks_per_instance)
+    ]
 
-    def positions(self, table: ModelTable, sizes: InferenceParallelism) -> list[PlannedPosition]:
-        """Return what vLLM has at the positions of an instance; errors as in `side`."""
-        if invalid := violations(sizes, table):
-            raise ConfigError(invalid)
-        sequential = replace(sizes, rank_order=None)
-        if sequential not in self._traced:
-            self._traced[sequential] = self._trace(table, sequential)
-        return self._traced[sequential]
 
-    def _trace(self, table: ModelTable, sizes: InferenceParallelism) -> list[PlannedPosition]:
-        try:
-            from hybrid_engine.backends.vllm import (
-                InferenceSettings,
-                Position,
-                planned_position,
-            )
-        except ImportError as error:
-            problem = f"vLLM's own loader shows the weights of {table.architecture}: {error}"
-            remedy = "Install vLLM, or name a model with a name table"
-            violation = Violation("model", problem, remedy, code="needs-package")
-            raise ConfigError([violation]) from error
-        config = self._config
-        # Bytes are counted unquantised, and methods need kernels of the job's devices, as many
-        # other arguments do.
-        arguments = config.generate_config.vllm
-        traced = {name: arguments[name] for name in _TRACED if name in arguments}
-        update = {"quantization": UNQUANTISED, "vllm": traced}
-        generate = config.generate_config.model_copy(update=update)
-        settings = InferenceSettings(str(config.model), sizes, generate, config.served_dtype)
-        positions = [
-            Position(rank, sizes.world_size, self._num_hosts)
-            for rank in range(sizes.ranks_per_instance)
-        ]
-        return [
-            planned_position(position, settings, table.shapes, table.dtypes)
-            for position in positions
-        ]
+def traced_side(
+    positions: Sequence[PlannedPosition], shapes: Shapes, sizes: InferenceParallelism
+) -> SideLayout:
+    """Return vLLM's part of every tensor on all ranks.
+
+    Args:
+        positions: the positions of an instance.
+        shapes: shapes of the tensors in training, which may be finer.
+        sizes: parallel sizes, in any order of ranks.
+
+    Raises:
+        PlanError: tensors have other shapes in training.
+    """
+    by_position = sizes.ranks.reshape(-1, sizes.ranks_per_instance).T
+    alike: dict[int, np.ndarray] = {}
+    layouts = []
+    for planned, ranks in zip(positions, by_position, strict=True):
+        first = int(ranks.min())
+        alike[first] = np.sort(ranks)
+        layouts.append(planned.layout.refined(shapes).on(first))
+    whole = Layout.merge(layouts)
+    held = holdings_of(whole, sizes.world_size, alike)
+    elements = np.zeros((2, sizes.world_size), dtype=np.int64)
+    for buffer_id, buffer in whole.buffers.items():
+        ranks = alike[buffer_id.rank]
+        elements[0, ranks] += buffer.numel
+        if _OF_EXPERT.search(buffer_id.name):
+            elements[1, ranks] += buffer.numel
+    return SideLayout(
+        held.num_ranks,
+        held.shapes,
+        held.dtypes,
+        held.owners,
+        held.placed,
+        elements[0],
+        elements[1],
+        is_offered_all=True,
+    )

@@ -157,12 +157,7 @@ def certify(pairs: Sequence[CheckpointPair], scratch: Path) -> dict[str, list[Fi
         remedy = "Give arguments of `vllm serve` after `--`"
         violation = Violation("VLLM ARGUMENTS", last_line, remedy, code="unknown-vllm-argument")
         raise ConfigError([violation])
-    if ended.status is None:
-        message = f"no answer within {timeout:g} s:\n{ended.output}"
-        raise ReshardError(message, code="no-verdict-in-time")
-    if ended.status != 0:
-        message = f"certify ended with {ended.status}:\n{ended.output}"
-        raise ReshardError(message, code="ended-without-verdict")
+    ended.require_success("certify", timeout)
     failures = json.loads(out.read_text())
     return {pair.name: list(_findings(pair, failures[pair.name])) for pair in pairs}
 

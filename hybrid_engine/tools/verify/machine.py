@@ -139,17 +139,10 @@ def _visible_gpus() -> tuple[Gpu, ...] | str:
 
 def memory_users() -> Mapping[str, tuple[str, ...]]:
     """Return GPU UUID -> processes with memory on it; empty if nvidia-smi does not answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
     fields = ",".join(_NVIDIA_SMI_FIELDS)
-    command = [program, f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
+    answer = _nvidia_smi(f"--query-compute-apps={fields}") or ""
     users: dict[str, tuple[str, ...]] = {}
-    for line in ended.stdout.splitlines():
+    for line in answer.splitlines():
         row = line.split(", ")
         if len(row) != len(_NVIDIA_SMI_FIELDS):
             continue  # a message, not a process
@@ -157,6 +150,19 @@ def memory_users() -> Mapping[str, tuple[str, ...]]:
         size = f"{int(mib) / 1024:.1f} GiB" if mib.isdigit() else "memory"
         users[uuid] = (*users.get(uuid, ()), f"process {pid} ({name}) has {size}")
     return users
+
+
+def _nvidia_smi(query: str) -> str | None:
+    """Return the rows of a query, or a message; None if nvidia-smi is missing or does not end."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, query, "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout or ended.stderr
 
 
 def described() -> Iterator[Gpu]:
@@ -303,16 +309,10 @@ def _driver_version() -> str:
     path = Path("/proc/driver/nvidia/version")
     if path.is_file():
         return path.read_text().splitlines()[0].strip()
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "not found: both /proc/driver/nvidia and nvidia-smi are missing"
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return f"nvidia-smi does not answer within {_NVIDIA_SMI_TIMEOUT:g} s"
-    lines = (ended.stdout or ended.stderr).strip().splitlines()
-    return lines[0] if lines else "?"
+    answer = _nvidia_smi("--query-gpu=driver_version")
+    if answer is None:
+        return f"not found: {path} is missing, and nvidia-smi is, too, or does not answer"
+    return next(iter(answer.splitlines()), "?").strip()
 
 
 def _peer_access(num_gpus: int) -> str:

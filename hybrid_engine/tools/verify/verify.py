@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from hybrid_engine.config import find_violations
-from hybrid_engine.errors import ReshardError
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.groups import RankGroup
@@ -69,12 +67,7 @@ def run_cases(
             timeout,
             environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
-        if ended.status is None:
-            message = f"no verdict within {timeout:g} s:\n{ended.output}"
-            raise ReshardError(message, code="no-verdict-in-time")
-        if ended.status != 0 or not out.is_file():
-            message = f"verify ended with status {ended.status}:\n{ended.output}"
-            raise ReshardError(message, code="ended-without-verdict")
+        ended.require_success("verify", timeout)
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
 
@@ -96,9 +89,8 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
             # vLLM collects garbage many times per engine and would traverse all modules each time.
             gc.freeze()
             verdict = _verdict_of_rank(case, reference, scratch, look)
-            messages = everyone.gather(encode(asdict(verdict)))
-            of_ranks = [decode(message, dict[str, Any]) for message in messages.values()]
-            verdicts.append(join([Verdict(**values) for values in of_ranks]))
+            messages = everyone.gather(encode(verdict))
+            verdicts.append(join([decode(message, Verdict) for message in messages.values()]))
             if world.rank == 0:
                 Path(out).write_text(json.dumps([asdict(joined) for joined in verdicts]))
                 shutil.rmtree(scratch, ignore_errors=True)

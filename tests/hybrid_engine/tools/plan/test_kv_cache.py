@@ -19,7 +19,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.tools.plan.cluster_plan import CacheRoom
-from hybrid_engine.tools.plan.traced_side import TracedSides
+from hybrid_engine.tools.plan.traced_side import traced_positions
 from tests.harness.launch import on_engines
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import served_config, write_config
@@ -91,7 +91,7 @@ def test_plans_count_the_caches_of_vllm(tmp_path: Path) -> None:
         settings = {"model": model, "actor_config": ACTOR, "generate_config": generate}
         config = load_config(settings, sizes.world_size, weights_only=True, own_weights=True, own_loop=True)
         table = table_for(values)
-        positions = TracedSides(config, 1, {}).positions(table, sizes)
+        positions = traced_positions(config, table, sizes, 1)
         stages = [expected] if expected else map(Counter, layer_caches(table, sizes, 2))
         counted = [stage for stage in stages for _ in range(tensor)]
         assert [Counter(position.caches) for position in positions] == counted, name

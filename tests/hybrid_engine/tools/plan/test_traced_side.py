@@ -12,7 +12,7 @@ from hybrid_engine.errors import PlanError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.tools.plan.cluster_plan import plan_job
-from hybrid_engine.tools.plan.traced_side import TracedSides
+from hybrid_engine.tools.plan.traced_side import traced_positions, traced_side
 from tests.harness.launch import on_engines
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import write_config
@@ -50,7 +50,8 @@ def test_shapes_that_do_not_fit_are_reported_together(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     table = table_for(config.hf_config())
     shapes = {**table.shapes, "model.norm.weight": (64, 3), "lm_head.weight": (512, 4, 32)}
+    sizes = InferenceParallelism(2, tensor=2)
     with pytest.raises(PlanError) as caught:
-        TracedSides(config, 1, shapes).side(table, InferenceParallelism(2, tensor=2))
+        traced_side(traced_positions(config, table, sizes, 1), shapes, sizes)
     assert "model.norm.weight: shape (128,) on one side, (64, 3) on the other" in str(caught.value)
     assert "lm_head" not in str(caught.value)
