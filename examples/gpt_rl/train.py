@@ -81,7 +81,7 @@ def main() -> None:
 
 def run_files(out: Path) -> RunFiles:
     """Return the files of a run. Checkpoint 0, after the warm-up, is kept as the reference."""
-    return RunFiles(out, "iteration", num_kept=2, others=["reward.png"])
+    return RunFiles(out, "iteration", num_kept=2)
 
 
 def run(settings: Settings, files: RunFiles, resume: bool, console: Console) -> None:

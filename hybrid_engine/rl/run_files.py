@@ -6,8 +6,7 @@
     OUT/run-until-000050.json       those of the steps up to 50, if they were changed after it
     OUT/metrics.jsonl               a row per step
     OUT/events.out.tfevents.*       the same for TensorBoard
-    OUT/metrics.1.jsonl, ...        rows of attempts that ended before their first checkpoint
-    OUT/metrics.1.events.*, ...     their events, under a name that TensorBoard does not read
+    OUT/metrics.1.jsonl, ...        rows of attempts that have no checkpoint any more
     OUT/first-checkpoint            written after the first checkpoint, has its step; never removed
     OUT/checkpoints/step-000050/    weights/ and, with PPO, critic/, by the engine; progress.json;
                                     the place in a stream of prompts; queue.msgpack, with
@@ -36,7 +35,7 @@ import shutil
 import socket
 import stat
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -67,7 +66,6 @@ logger = logging.getLogger("hybrid_engine")
 
 Row = dict[str, Any]
 
-_EVENTS = "events.out.tfevents."
 _MAX_ROW_NBYTES = 1 << 20
 _MAX_JSON_NBYTES = 1 << 24
 _REMEDY = "Restore it from a copy, or begin a new run in another directory"
@@ -123,11 +121,6 @@ class MetricsFile:
         Raises FileError that names a damaged line.
         """
         return [row for row, _ in self._read()]
-
-    def check(self) -> None:
-        """Raise FileError that names a damaged line, if there is one."""
-        for _ in self._read():
-            pass
 
     def has(self, number: int) -> bool:
         """Return whether there is a row with this number."""
@@ -187,35 +180,15 @@ class MetricsFile:
                 os.truncate(self.path, size)
                 sync(self.path)
 
-    def set_aside(self, events: Iterable[Path]) -> Path | None:
-        """Rename the file and the events of its rows; return the new path, None without a file.
-
-        Raises FileError.
-        """
+    def set_aside(self) -> Path | None:
+        """Rename the file; return the new path, None without a file. Raises FileError."""
         if not os.path.lexists(self.path):
             return None
-        for number in itertools.count(1):
-            target = self.path.with_suffix(f".{number}{self.path.suffix}")
-            if not os.path.lexists(target):
-                break
-        # The events first. If the process is killed in between, metrics.jsonl is still here, and
-        # the next call renames the remaining events to the same number.
-        for path in events:
-            with naming("renaming", path):
-                path.rename(target.with_suffix(path.name.replace(_EVENTS, ".events.", 1)))
+        targets = (
+            self.path.with_suffix(f".{number}{self.path.suffix}") for number in itertools.count(1)
+        )
         with naming("renaming", self.path):
-            self.path.rename(target)
-        return target
-
-    def remove(self) -> None:
-        """Remove the rows, and all rows and events that were set aside. Raises FileError."""
-        stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
-        set_aside = re.compile(rf"{stem}\.\d+({suffix}|\.events\..+)", re.ASCII)
-        with naming("removing", self.path):
-            self.path.unlink(missing_ok=True)
-            for path in self.path.parent.iterdir():
-                if set_aside.fullmatch(path.name):
-                    path.unlink()
+            return self.path.rename(next(path for path in targets if not os.path.lexists(path)))
 
 
 class RunFiles:
@@ -229,7 +202,6 @@ class RunFiles:
         best: column of the rows; the checkpoint with the best figure is kept in addition. None:
             no column.
         is_lowest_best: whether the lowest figure is the best.
-        others: names of further files of the run, which are removed when it is started over.
     """
 
     def __init__(
@@ -240,7 +212,6 @@ class RunFiles:
         num_kept: int = 1,
         best: str | None = None,
         is_lowest_best: bool = False,
-        others: Sequence[str] = (),
     ) -> None:
         self.out = out
         self.metrics = MetricsFile(out / "metrics.jsonl", key)
@@ -248,7 +219,6 @@ class RunFiles:
         self._num_kept = num_kept
         self._best = best
         self._is_lowest_best = is_lowest_best
-        self._others = tuple(others)
         self._settings_file = out / "run.json"
         self._first_checkpoint_file = out / "first-checkpoint"
 
@@ -317,7 +287,7 @@ class RunFiles:
                 )
                 raise self._not_a_run(f"has a run.json of {old}, not of {new}", " of this kind")
             if resume and self.progress() is not None:
-                self.metrics.check()
+                self.metrics.rows()  # raises if a line is damaged
                 violations = [*self._differences("", recorded, settings, defaults, free)]
                 if violations:
                     raise ConfigError(violations)
@@ -443,8 +413,9 @@ class RunFiles:
         """Remove what is not continued, and record the settings. Call `check` before.
 
         If the run is resumed, these are the steps after its newest checkpoint; otherwise all its
-        files. Rows and events of a run that was to be resumed, but has no checkpoint, are set
-        aside with a warning. Files that do not belong to a run stay.
+        checkpoints, and its rows are set aside, with a warning. TensorBoard hides the events of
+        these steps by itself, because the next ones begin with the number of the first. Files that
+        do not belong to a run stay.
 
         Raises FileError.
         """
@@ -457,28 +428,19 @@ class RunFiles:
                 self._first_checkpoint_file.unlink(missing_ok=True)
         for step in set(self._steps()) - set(complete):
             self._remove(step)
-        if progress is not None:
-            self.metrics.cut_after(progress.step)
+        if progress is None:
+            aside = self.metrics.set_aside()
+            if aside is not None:
+                logger.warning(
+                    "%s begins again, without a checkpoint: rows of metrics are now %s",
+                    self.out,
+                    aside.name,
+                )
         else:
-            events = list(self.out.glob(f"{_EVENTS}*"))
-            if not resume:
-                self.metrics.remove()
-            else:
-                aside = self.metrics.set_aside(events)
-                if aside is not None:
-                    events = []
-                    logger.warning(
-                        "%s has rows of metrics, but no complete checkpoint: it begins again, "
-                        "and these rows are now %s",
-                        self.out,
-                        aside.name,
-                    )
-            with naming("clearing", self.out):
-                for path in [*map(self.out.joinpath, self._others), *events]:
-                    path.unlink(missing_ok=True)
-        if progress is not None and self._settings() != settings:
-            before = json.dumps(self._settings(), indent=2) + "\n"
-            write_text(self.out / f"run-until-{progress.step:06d}.json", before)
+            self.metrics.cut_after(progress.step)
+            if self._settings() != settings:
+                before = json.dumps(self._settings(), indent=2) + "\n"
+                write_text(self.out / f"run-until-{progress.step:06d}.json", before)
         # Also in a resumed run: options that are newer than the run are recorded with the values
         # that they have now, since their defaults may change.
         write_text(self._settings_file, json.dumps(settings, indent=2) + "\n")

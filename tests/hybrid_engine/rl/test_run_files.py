@@ -19,6 +19,7 @@ from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.config import shared_engine_settings
 from hybrid_engine.rl.run_files import Progress, RunFiles
+from hybrid_engine.rl.trackers import Events
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.values import Values
 
@@ -150,15 +151,6 @@ def test_paths_memory_and_speed_may_change(tmp_path: Path) -> None:
         run.check(settings(critic, **memory, infer_tensor_parallel_size=2))
 
 
-def test_restarting_removes_only_files_of_the_run(run: RunFiles) -> None:
-    for place in (run.out, run.checkpoints):
-        (place / "notes.txt").write_text("mine")
-    (run.out / "curve.png").write_text("of the run")
-    RunFiles(run.out, others=["curve.png"]).begin(SETTINGS, resume=False)
-    assert step_names(run) == ["notes.txt"]
-    assert {path.name for path in run.out.iterdir()} == {"checkpoints", "lock", "notes.txt", "run.json"}
-
-
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_foreign_directory_is_refused(run: RunFiles, resume: bool) -> None:
     for change in (lambda path: path.write_text('{"seed": 3}'), Path.unlink):
@@ -168,28 +160,40 @@ def test_a_foreign_directory_is_refused(run: RunFiles, resume: bool) -> None:
     assert step_names(run) == ["000000", "000010", "000020"]
 
 
-def test_a_run_without_a_checkpoint_restarts_and_keeps_its_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: bool
 ) -> None:
     """A run may be killed before or during its first checkpoint, more than once."""
     run = begun(tmp_path / "run")
+    for place in (run.out, run.checkpoints):
+        place.mkdir(exist_ok=True)
+        (place / "notes.txt").write_text("mine")
     for attempt in (1, 2):
         run.metrics.append({"step": 1, "attempt": attempt})
-        (run.out / f"events.out.tfevents.17{attempt}.host.0").write_text(f"of {attempt}")
         run.weights(2).mkdir(parents=True)
+        if not resume:
+            complete(run, 2)
         rows = run.metrics.path.read_bytes()
-        run.check(SETTINGS)
-        run.begin(SETTINGS)
-        assert (run.progress(), run.metrics.rows(), step_names(run)) == (None, [], [])
+        run.check(SETTINGS, resume)
+        run.begin(SETTINGS, resume)
+        assert (run.progress(), run.metrics.rows(), step_names(run)) == (None, [], ["notes.txt"])
         assert (run.out / f"metrics.{attempt}.jsonl").read_bytes() == rows
-        assert (run.out / f"metrics.{attempt}.events.17{attempt}.host.0").read_text() == f"of {attempt}"
-        assert f"it begins again, and these rows are now metrics.{attempt}.jsonl" in caplog.text
-    assert not [path for path in run.out.iterdir() if "tfevents" in path.name], "TensorBoard reads these"
-    mine = [run.out / "metrics.2024-keep.jsonl", run.out / "metrics.1.events", run.out / "metrics.md"]
-    for path in mine:
-        path.touch()
-    run.begin(SETTINGS, resume=False)
-    assert sorted(run.out.glob("metrics*")) == sorted(mine)
+        assert f"rows of metrics are now metrics.{attempt}.jsonl" in caplog.text
+    files = {"checkpoints", "lock", "metrics.1.jsonl", "metrics.2.jsonl", "notes.txt", "run.json"}
+    assert {path.name for path in run.out.iterdir()} == files
+
+
+def test_events_of_an_attempt_are_hidden_by_the_next_one(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for attempt in (1, 2):
+        events = Events(tmp_path)
+        for step in range(1, 5 - attempt):
+            events.add(step, {"step": step, "reward": attempt})
+        events.close()
+    shown = EventAccumulator(str(tmp_path)).Reload().Scalars("train/reward")
+    assert [(event.step, event.value) for event in shown] == [(1, 2), (2, 2)]
 
 
 def test_a_run_with_missing_checkpoints_is_refused(run: RunFiles) -> None:
