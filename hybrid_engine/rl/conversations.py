@@ -185,7 +185,7 @@ class Conversations:
         self._ready: Future[dict[int, Request]] = Future()
         self._task = start_task(self._hold_all()) if engine.rank == 0 else None
         if self._task is not None:
-            self._task.future.add_done_callback(lambda _: self._set_ready())
+            self._task.add_done_callback(lambda _: self._set_ready())
 
     # -- in the event loop of rank 0 ---------------------------------------------------------------
 
@@ -254,12 +254,12 @@ class Conversations:
     @property
     def is_finished(self) -> bool:
         """True if this rank has nothing to wait for."""
-        return self._task is None or self._task.future.done()
+        return self._task is None or self._task.done()
 
     def cancel(self) -> None:
         """Make no more requests."""
         if self._task is not None:
-            self._task.future.cancel()
+            self._task.cancel()
 
     def collect(self) -> list[list[Conversation]]:
         """Wait for the conversations of each prompt, and return them.
@@ -289,9 +289,9 @@ class Conversations:
                 requests = self._ready.result()
                 self._ready = Future()
                 # Otherwise the end comes later, and finds the new future.
-                if self._task.future.done():
+                if self._task.done():
                     self._set_ready()  # first, for a call after an error
-                    self._task.future.result()
+                    self._task.result()
         kind = dict[int, Request]
         requests, *_ = agreement.gather(requests, kind, "conversations", sys.maxsize)
         return requests
@@ -336,8 +336,7 @@ class Conversations:
         if self._task is None:
             return
         timeout_seconds = self._job.timeout_seconds
-        ready = self._task._replace(future=self._ready)
-        for _ in steps_of(ready, "environment", timeout_seconds):
+        for _ in steps_of(self._ready, "environment", timeout_seconds):
             seconds = time.monotonic() - self._changed_at
             if seconds > timeout_seconds:
                 self._changed_at = time.monotonic()

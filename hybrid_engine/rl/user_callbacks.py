@@ -142,10 +142,10 @@ def run_callbacks(
         try:
             for _ in steps_of(task, argument, timeout_seconds):
                 pass
-            for index, result in task.future.result().items():
+            for index, result in task.result().items():
                 results[index] = result
         finally:
-            task.future.cancel()  # matters if this thread was interrupted while it waited
+            task.cancel()  # matters if this thread was interrupted while it waited
     return results
 
 
@@ -186,21 +186,13 @@ async def run_callback(
     return result
 
 
-class BackgroundTask(NamedTuple):
-    """A coroutine in the event loop of callbacks."""
-
-    future: Future[Any]
-    runner: _LoopThread
-
-
-def start_task(coroutine: Coroutine[Any, Any, Any]) -> BackgroundTask:
+def start_task(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Start a coroutine in the event loop of callbacks."""
-    runner = _event_loop()
-    return BackgroundTask(asyncio.run_coroutine_threadsafe(coroutine, runner.loop), runner)
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop().loop)
 
 
-def steps_of(task: BackgroundTask, argument: str, timeout_seconds: float) -> Iterator[None]:
-    """Yield every second or more often until a task is done: the steps of `Agreement.rounds`.
+def steps_of(future: Future[Any], argument: str, timeout_seconds: float) -> Iterator[None]:
+    """Yield every second or more often until a future is done: the steps of `Agreement.rounds`.
 
     Raises ArgumentError that names the line, if a coroutine blocks the event loop for 95 % of the
     timeout.
@@ -210,12 +202,12 @@ def steps_of(task: BackgroundTask, argument: str, timeout_seconds: float) -> Ite
     limit_seconds = _SHARE_OF_TIMEOUT_WHEN_BLOCKED * timeout_seconds
     heartbeat: Future[None] | None = None
     begin = 0.0
-    while not wait([task.future], seconds).done:
+    while not wait([future], seconds).done:
         if heartbeat is None or heartbeat.done():
             begin = time.monotonic()
-            heartbeat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), task.runner.loop)
+            heartbeat = start_task(asyncio.sleep(0))
         elif time.monotonic() - begin > limit_seconds:
-            blocked_at = task.runner.line()
+            blocked_at = _event_loop().line()
             if blocked_at is not None:
                 raise _blocked(argument, limit_seconds, blocked_at)
         yield
@@ -232,21 +224,20 @@ async def _await_all(
 
     tasks = {index: asyncio.ensure_future(result_of(index)) for index in pending}
     try:
-        done, _ = await asyncio.wait(
-            tasks.values(), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for index, task in tasks.items():
-            # Cancelled by itself; other exceptions are named already.
-            with naming_failure(argument, places[index], asyncio.CancelledError):
-                if task in done:
-                    task.result()
-        late = [places[index] for index, task in tasks.items() if not task.done()]
-        if late:
-            raise ArgumentError([_timeout_violation(argument, seconds, first_of(late, 3, "; "))])
-        return {index: task.result() for index, task in tasks.items()}
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*tasks.values())
+    except (TimeoutError, asyncio.CancelledError) as error:
+        # All tasks have ended; these by a cancellation.
+        ended = [places[index] for index, task in tasks.items() if task.cancelled()]
+        if isinstance(error, TimeoutError):
+            violation = _timeout_violation(argument, seconds, first_of(ended, 3, "; "))
+            raise ArgumentError([violation]) from error
+        with naming_failure(argument, first_of(ended, 1)):  # it has cancelled itself
+            raise
     finally:
         for task in tasks.values():
             task.cancel()
+    return {index: task.result() for index, task in tasks.items()}
 
 
 def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
