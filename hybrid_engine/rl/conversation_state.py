@@ -11,24 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, shortened
-from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.digests import text_digest
-from hybrid_engine.rl.user_callbacks import run_callback
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
     from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
-    from hybrid_engine.backends.vllm.prompts import ChatArguments, Message, ModelTokenizer
+    from hybrid_engine.backends.vllm.prompts import Message
 
     Reply = Sequence[Message] | str | Sequence[int] | None
     """Messages, a text or token ids that continue the conversation; None ends it."""
 
 Environment = Callable[[Any], "Callable[[Completion], Reply]"]
 """(prompt) -> function that replies to each answer of one conversation; called on rank 0 only."""
-
-
-_REPLY_REMEDY = "Reply with messages, a text, token ids, or None to end the conversation"
 
 
 @dataclass(frozen=True)
@@ -239,95 +233,3 @@ class ConversationState:
 
     def _assistant_message(self) -> Message:
         return {"role": "assistant", "content": self.prefix + self.turns[-1].text}
-
-
-class EnvironmentRunner:
-    """Environments of all conversations, on rank 0."""
-
-    def __init__(self, engine: HybridEngine, environment: Environment, chat: ChatArguments) -> None:
-        self._engine = engine
-        self._environment = environment
-        self._chat = chat
-        self._tokenizer: ModelTokenizer = engine.inference.tokenizer
-
-    async def open(self, state: ConversationState) -> None:
-        """Create the environment of one conversation; from the event loop.
-
-        Raises ArgumentError if it fails.
-        """
-        respond = await self._run(state, self._environment, state.prompt)
-        self._take_responder(state, respond)
-
-    async def reply(self, state: ConversationState) -> list[int] | None:
-        """Return the token ids of the reply to the last answer of one conversation, as `open`."""
-        return self._take_reply(state, await self._run(state, state.respond, state.turns[-1]))
-
-    async def _run(self, state: ConversationState, function: Any, argument: Any) -> Any:
-        timeout_seconds = self._engine.job.timeout_seconds
-        return await run_callback(
-            "environment", state.place, function, (argument,), timeout_seconds
-        )
-
-    def _take_responder(self, state: ConversationState, respond: Any) -> None:
-        """Note an environment's function in `state`. Raises ArgumentError if it is none."""
-        from hybrid_engine.backends.vllm.prompts import form_of
-
-        prompt = prompt_of(state.prompt)
-        state.messages = list(prompt) if form_of(prompt) == "a chat" else None
-        if not callable(respond):
-            problem = f"for {state.place} it returned {shortened(respond)}"
-            remedy = "Return a function that takes an answer and returns the reply"
-            violation = Violation("environment", problem, remedy, code="not-callable")
-            raise ArgumentError([violation])
-        state.respond = respond
-
-    def _take_reply(self, state: ConversationState, reply: Any) -> list[int] | None:
-        """Return the token ids of a reply, and note its messages in `state`."""
-        from hybrid_engine.backends.vllm.prompts import form_of
-
-        if reply is None:
-            return None
-        # A reply that does not fit is dropped anyway. Its length must not fail the checks.
-        room = max(1, state.room)
-        try:
-            token_ids = self._token_ids(reply, state, room)
-            if not token_ids:
-                raise ValueError("the reply has no tokens; None would end the conversation")
-            token_ids = token_ids[:room]
-            self._engine.inference.check_prompts([token_ids], 1)
-        except (ConfigError, ValueError) as error:
-            problem = f"for {state.place}: {error}"
-            violation = Violation("environment", problem, _REPLY_REMEDY, code="invalid-reply")
-            raise ArgumentError([violation]) from error
-        if state.messages is not None:
-            state.last_reply = reply
-            if form_of(reply) != "a chat":
-                answer = state.turns[-1].token_ids
-                state.last_reply = self._tokenizer.decode([*answer, *token_ids])
-        return token_ids
-
-    def _token_ids(self, reply: Any, state: ConversationState, room: int) -> list[int]:
-        """Return the token ids of a reply, or the first `room` at least.
-
-        Raises ValueError if it is invalid.
-        """
-        from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
-
-        form = form_of(reply)
-        if form == "token ids":
-            return [int(token) for token in reply]
-        if form == "a text":
-            encode = self._tokenizer.encode
-            return encode([reply], add_special_tokens=False, most_tokens=room)[0]
-        if form != "a chat":
-            raise ValueError(f"the reply is {form}")
-        if state.messages is None:
-            raise ValueError(
-                "the reply has messages, but the prompt is not a chat, so there is no template "
-                "to render them with"
-            )
-        rendering = rendering_of(self._chat, self._tokenizer)
-        answer = state.turns[-1].token_ids
-        # Some of the tokens may be drawn already.
-        most = room + len(answer)
-        return self._tokenizer.encode_reply(state.messages, answer, reply, rendering, most)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from hybrid_engine.errors import (
     ArgumentError,
+    ConfigError,
     GenerationError,
     Violation,
     Violations,
@@ -45,11 +46,10 @@ from hybrid_engine.rl.conversation_state import (
     Conversation,
     ConversationState,
     Environment,
-    EnvironmentRunner,
     prompt_of,
     sampling_of_turn,
 )
-from hybrid_engine.rl.user_callbacks import start_task, steps_of
+from hybrid_engine.rl.user_callbacks import run_callback, start_task, steps_of
 from hybrid_engine.trainer.batches.batch_building import required_whole
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def converse(
     environment: Environment,
     *,
     max_tokens_per_turn: int | None = None,
-    names: Sequence[int] | None = None,
     **chat: Unpack[ChatArguments],
 ) -> list[list[Conversation]]:
     """Hold `n` conversations for each prompt, each with its own random streams.
@@ -92,7 +91,6 @@ def converse(
             drawn. Other functions are called one after the other.
         max_tokens_per_turn: bounds each answer. An answer that it cuts off ("length") gets a
             reply like any other.
-        names: numbers of the prompts in messages; default: their indices.
         chat: `tools` and `chat_template_kwargs`, as in `generate`.
 
     Raises:
@@ -107,7 +105,6 @@ def converse(
         sampling,
         environment,
         max_tokens_per_turn=max_tokens_per_turn,
-        names=names,
         **chat,
     )
     return conversations.collect()
@@ -120,6 +117,7 @@ class Conversations:
     errors are those of `converse`.
 
     Args:
+        names: numbers of the prompts in messages; default: their indices.
         goes_on: with servers they continue after a publish, with the next weights; see
             `Completion.versions`. Otherwise the present weights draw all tokens.
 
@@ -156,7 +154,8 @@ class Conversations:
         with self._job.agreement.phase("looking for weights"):
             self._weights = inference.weights(goes_on=goes_on)
         self._max_tokens_per_turn = max_tokens_per_turn
-        self._runner = EnvironmentRunner(engine, environment, chat)
+        self._environment = environment
+        self._chat = chat
         self._groups = [
             [
                 ConversationState(
@@ -208,7 +207,7 @@ class Conversations:
         """Hold one conversation to its end."""
         from hybrid_engine.backends.vllm.requests import Request
 
-        await self._runner.open(state)
+        await self._open(state)
         goes_on = True
         turn = 0
         while goes_on:
@@ -219,10 +218,82 @@ class Conversations:
             )
             state.add_answer(await self._answer(request, room))
             self._changed_at = time.monotonic()
-            goes_on = state.gets_reply and state.add_reply(await self._runner.reply(state))
+            goes_on = state.gets_reply and state.add_reply(await self._reply(state))
             self._changed_at = time.monotonic()
         self._num_open -= 1
         self._set_ready_if_all_wait()
+
+    async def _open(self, state: ConversationState) -> None:
+        """Create the environment of a conversation. Raises ArgumentError if it fails."""
+        from hybrid_engine.backends.vllm.prompts import form_of
+
+        respond = await self._called(state, self._environment, state.prompt)
+        if not callable(respond):
+            problem = f"for {state.place} it returned {shortened(respond)}"
+            remedy = "Return a function that takes an answer and returns the reply"
+            violation = Violation("environment", problem, remedy, code="not-callable")
+            raise ArgumentError([violation])
+        state.respond = respond
+        prompt = prompt_of(state.prompt)
+        state.messages = list(prompt) if form_of(prompt) == "a chat" else None
+
+    async def _reply(self, state: ConversationState) -> list[int] | None:
+        """Return the token ids of the reply to the last answer, and note its messages."""
+        from hybrid_engine.backends.vllm.prompts import form_of
+
+        reply = await self._called(state, state.respond, state.turns[-1])
+        if reply is None:
+            return None
+        # A reply that does not fit is dropped anyway. Its length must not fail the checks.
+        room = max(1, state.room)
+        try:
+            token_ids = self._token_ids(reply, state, room)
+            if not token_ids:
+                raise ValueError("the reply has no tokens; None would end the conversation")
+            token_ids = token_ids[:room]
+            self._inference.check_prompts([token_ids], 1)
+        except (ConfigError, ValueError) as error:
+            problem = f"for {state.place}: {error}"
+            remedy = "Reply with messages, a text, token ids, or None to end the conversation"
+            violation = Violation("environment", problem, remedy, code="invalid-reply")
+            raise ArgumentError([violation]) from error
+        if state.messages is not None:
+            state.last_reply = reply
+            if form_of(reply) != "a chat":
+                answer = state.turns[-1].token_ids
+                state.last_reply = self._inference.tokenizer.decode([*answer, *token_ids])
+        return token_ids
+
+    async def _called(self, state: ConversationState, function: Any, argument: Any) -> Any:
+        arguments = (argument,)
+        seconds = self._job.timeout_seconds
+        return await run_callback("environment", state.place, function, arguments, seconds)
+
+    def _token_ids(self, reply: Any, state: ConversationState, room: int) -> list[int]:
+        """Return the token ids of a reply, or the first `room` at least.
+
+        Raises ValueError if it is invalid.
+        """
+        from hybrid_engine.backends.vllm.prompts import form_of, rendering_of
+
+        tokenizer = self._inference.tokenizer
+        form = form_of(reply)
+        if form == "token ids":
+            return [int(token) for token in reply]
+        if form == "a text":
+            return tokenizer.encode([reply], add_special_tokens=False, most_tokens=room)[0]
+        if form != "a chat":
+            raise ValueError(f"the reply is {form}")
+        if state.messages is None:
+            raise ValueError(
+                "the reply has messages, but the prompt is not a chat, so there is no template "
+                "to render them with"
+            )
+        rendering = rendering_of(self._chat, tokenizer)
+        answer = state.turns[-1].token_ids
+        # Some of the tokens may be drawn already.
+        most = room + len(answer)
+        return tokenizer.encode_reply(state.messages, answer, reply, rendering, most)
 
     async def _answer(self, request: Request, room: asyncio.Semaphore) -> Completion:
         """Return the answer of a server, or that of the ranks."""
@@ -354,7 +425,7 @@ def _violations(
     max_tokens_per_turn: int | None,
     chat: Mapping[str, Any],
 ) -> Violations:
-    own_arguments = ("environment", "sampling", "max_tokens_per_turn", "names")
+    own_arguments = ("environment", "sampling", "max_tokens_per_turn")
     yield from unknown_arguments(chat, own_arguments)
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         problem = f"got {shortened(prompts)}"

@@ -39,7 +39,7 @@ from hybrid_engine.files.reading import read_regular
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Figures
 from hybrid_engine.rl.conversation_state import prompt_of
-from hybrid_engine.rl.conversations import Conversations, converse
+from hybrid_engine.rl.conversations import Conversations
 from hybrid_engine.rl.prompt_source import (
     PromptSource,
     StepPrompts,
@@ -112,7 +112,7 @@ class GroupQueue:
         # A stream is read once.
         self._prompts: dict[int, StepPrompts] = {}
         self._depth = arguments.config.max_staleness
-        self._environment = arguments.callbacks.get("environment")
+        self._environment: Any = arguments.callbacks.get("environment")
         self._chat: Any = arguments.chat
         self._begun: dict[int, ServedDrawing | Conversations | _Restored] = {}
         self._published: list[int] = []
@@ -161,14 +161,7 @@ class GroupQueue:
         """Request the completions of a step, with any weights of this job."""
         names, prompts = self.prompts_of(number)
         if self._environment is not None:
-            return Conversations(
-                self._worker,
-                prompts,
-                self.sampling(number),
-                self._environment,
-                goes_on=True,
-                **self._of_conversations(names),
-            )
+            return self._conversations(names, prompts, self.sampling(number), goes_on=True)
         servers = self._worker.inference
         plain_prompts = [prompt_of(prompt) for prompt in prompts]
         prepared = servers.prepare(plain_prompts, self.sampling(number), chat=self._chat)
@@ -195,18 +188,27 @@ class GroupQueue:
         if self._environment is None:
             plain_prompts = [prompt_of(prompt) for prompt in prompts]
             return self._worker.generate_sequences(plain_prompts, sampling, **self._chat)
-        return converse(
+        return self._conversations(names, prompts, sampling).collect()
+
+    def _conversations(
+        self,
+        names: Sequence[int],
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        *,
+        goes_on: bool = False,
+    ) -> Conversations:
+        """Begin conversations of prompts with these numbers."""
+        return Conversations(
             self._worker,
             prompts,
             sampling,
             self._environment,
-            **self._of_conversations(names),
+            max_tokens_per_turn=self._arguments.config.max_tokens_per_turn,
+            names=names,
+            goes_on=goes_on,
+            **self._chat,
         )
-
-    def _of_conversations(self, names: Sequence[int]) -> dict[str, Any]:
-        """Return the keyword arguments of `converse` for prompts with these numbers."""
-        most = self._arguments.config.max_tokens_per_turn
-        return {"max_tokens_per_turn": most, "names": names, **self._chat}
 
     def staleness(self, groups: Any) -> list[int]:
         """Return the number of publishes since the weights of each token of `groups`.

@@ -18,7 +18,6 @@ and the number of the step, so a run that resumes from a checkpoint repeats an u
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -84,8 +83,6 @@ from hybrid_engine.trainer.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.prompts import ChatArguments
-
-logger = logging.getLogger("hybrid_engine")
 
 Prompts = Iterable[Any] | Callable[[int], Sequence[Any]]
 """All prompts, or (number of a step) -> the prompts of that step; see prompt_source.py."""
@@ -377,14 +374,7 @@ class Loop:
                 with self.worker.rollout_context():
                     pass
         if evaluate is not None and config.evaluate_first and newest is None:
-            first = self.finish({"step": 0}, evaluate)
-            if config.keep_best not in (None, *first):
-                logger.warning(
-                    "%s.keep_best is %r, which `evaluate` has not returned",
-                    config.name,
-                    config.keep_best,
-                )
-            yield first
+            yield self.finish({"step": 0}, evaluate)
         must_stop = False
         while self.done < config.steps and not (must_stop or self._flags(should_stop)[0]):
             with self.saving(files):

@@ -89,7 +89,7 @@ class StreamedPrompts:
         self._pass = 0
         self._has_passes = hasattr(stream, "set_epoch")
         self._beginning = stream.state_dict() if self._has_passes else None
-        self._iterator: Iterator[Any] | None = None
+        self._iterator = self._elements()
         # Step -> place after it. Prompts of later steps may be taken before a step is saved.
         self._places: dict[int, bytes] = {}
 
@@ -99,33 +99,19 @@ class StreamedPrompts:
         Raises ArgumentError if the stream is empty, or if its place cannot be saved.
         """
         try:
-            prompts = self._next_prompts()
+            prompts = list(itertools.islice(self._iterator, self._count))
         except Exception as error:  # of the stream, which may read a network
             problem = f"the stream failed: {type(error).__name__}: {clipped(str(error))}"
             remedy = "Resume the run when it can be read"
             violation = Violation("prompts", problem, remedy, code="stream-failed")
             raise ArgumentError([violation]) from error
-        if not prompts:
+        if len(prompts) < self._count:
             problem = "the stream has no prompts"
             remedy = "Pass a stream of prompts"
             raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
         self._places[number] = self._place()
         self._places.pop(number - self._most_later - 1, None)
         return range(self._count), prompts
-
-    def _next_prompts(self) -> list[Any]:
-        """Return the next prompts; an empty list if the stream has none."""
-        if self._iterator is None:
-            self._iterator = self._begin_pass(self._beginning)
-        prompts = list(itertools.islice(self._iterator, self._count))
-        while len(prompts) < self._count:
-            self._pass += 1
-            self._iterator = self._begin_pass(self._beginning)
-            part = list(itertools.islice(self._iterator, self._count - len(prompts)))
-            if not part:
-                return []
-            prompts += part
-        return prompts
 
     def save(self, directory: Path, step: int) -> None:
         """Write the place after a step. Raises FileError."""
@@ -145,15 +131,24 @@ class StreamedPrompts:
         with naming_failure("prompts", f"the place in {path}", Exception):
             place = _decoded(content)
             self._pass = int(place["pass"])
-            self._iterator = self._begin_pass(place["state"])
+            self._stream.load_state_dict(place["state"])
+            self._iterator = self._elements()
 
-    def _begin_pass(self, state: Any) -> Iterator[Any]:
-        if state is not None:
-            self._stream.load_state_dict(state)
-        if self._has_passes:
-            # After the place, which can have the number of another pass.
-            self._stream.set_epoch(self._pass)
-        return iter(self._stream)
+    def _elements(self) -> Iterator[Any]:
+        """Yield the elements from the present place on, pass by pass; end after an empty pass."""
+        num_empty = 0
+        # The present place may be the end of its pass.
+        while num_empty < 2:
+            if self._has_passes:
+                # After the place, which can have the number of another pass.
+                self._stream.set_epoch(self._pass)
+            num_empty += 1
+            for element in self._stream:
+                num_empty = 0
+                yield element
+            self._pass += 1
+            if self._beginning is not None:
+                self._stream.load_state_dict(self._beginning)
 
     def _place(self) -> bytes:
         """Return the place as bytes. Raises ArgumentError if it could not be read again."""

@@ -264,9 +264,9 @@ def test_aliases_of_other_frameworks_map_to_existing_keys() -> None:
 
 def test_settings_of_turns_are_passed_on() -> None:
     loop = Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(max_tokens_per_turn=5), environment=mock.Mock())
-    with mock.patch("hybrid_engine.rl.group_queue.converse") as converse:
+    with mock.patch("hybrid_engine.rl.group_queue.Conversations") as conversations:
         loop.queue.draw([7], ["a"], Sampling())
-    assert converse.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7]}
+    assert conversations.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7], "goes_on": False}
 
 
 def loop_without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
