@@ -317,27 +317,6 @@ def test_advantages_and_loss_may_be_user_functions() -> None:
         Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=mock.Mock())
 
 
-def test_loss_settings_are_passed_on() -> None:
-    options = {
-        "clip_ratio_high": 0.3,
-        "clipping": "cispo",
-        "dual_clip": 3.0,
-        "kl_estimator": "k2",
-        "importance_cap": 2.0,
-        "importance_of": "sequence",
-        "above_importance_cap": "mask",
-        "importance_veto": 1e-4,
-        "entropy_coefficient": 0.25,
-    }
-    config = GrpoConfig(clip_ratio=0.1, kl_coefficient=0.5, ratio="sequence", **options)
-    with mock.patch("hybrid_engine.rl.config.policy_loss") as policy_loss:
-        config.policy_loss()
-        config.model_copy(update={"kl_place": "reward"}).policy_loss()
-    in_loss, in_reward = policy_loss.call_args_list
-    assert in_loss == mock.call(0.1, 0.5, ratio_of="sequence", **options)
-    assert in_reward == mock.call(0.1, 0.0, ratio_of="sequence", **options)
-
-
 @pytest.mark.parametrize(("flag", "word"), [(True, "group"), (False, "none")])
 def test_scale_rewards_accepts_a_flag(flag: bool, word: str) -> None:
     assert GrpoConfig(scale_rewards=flag).scale_rewards == word  # type: ignore[arg-type]
