@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +21,15 @@ from hybrid_engine.rl import GrpoConfig, Loop, train
 from hybrid_engine.rl.group_queue import GroupQueue
 from hybrid_engine.rl.run_files import Row
 from tests.harness.errors import has_code, has_violations
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.hybrid_engine.serving.test_requests import replay
 from tests.hybrid_engine.serving.test_servers import config_of, write_model
 
+Served = tuple[str, str]
+"""A model, and the address of its server."""
 LENGTH = 64
 PROMPTS = [[first, 3, 4] for first in range(5, 12)]
 SERVED = {"servers": ["http://127.0.0.1:1"], "release_weights": False, "server_max_lag": 2}
@@ -36,78 +41,69 @@ TOLERANCE = 1e-4
 """Tolerance of float32 log-probabilities of two implementations."""
 
 
-def run(model: str, url: str, out: Path, settings: Values, killed: Path | None = None) -> Values:
+@dataclass
+class Run:
+    """Rows of a run, and each drawn completion with its prompt and log-probabilities."""
+
+    rows: list[Row]
+    drawn: list[Any]
+
+
+def run(served: Served, out: Path, settings: Values, killed: Path | None = None) -> Run:
     """Train. `killed` receives the run's files as a kill after step 3 would leave them."""
     drawn: list[Any] = []
-    weights: list[int] = []
 
     def reward(prompt: list[int], completion: Completion) -> float:
         drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs)))
         return sum(token % 2 for token in completion.token_ids) / 4
 
     generate = {"release_weights": False, "server_max_lag": 2, "verify": "off", "max_model_len": LENGTH}
+    model, url = served
     config = config_of(model, [url], {"seq_length": LENGTH, "micro_batch_size": 2}, **generate)
     with ActorHybridWorker(config) as worker:
 
-        def on_step(row: Row) -> None:
-            weights.append(worker.train.version)
+        def export() -> None:
             with worker.train_context():
-                worker.save_hf_checkpoint(out / f"v{worker.train.version}")
+                worker.save_hf_checkpoint(out.parent / f"{out.name}-v{worker.train.version}")
+
+        def on_step(row: Row) -> None:
+            export()
             if killed is not None and row["step"] == 3:
                 shutil.copytree(out, killed)
 
-        with worker.train_context():
-            worker.save_hf_checkpoint(out.parent / f"{out.name}-v0")
+        export()
         rows = train(worker, PROMPTS, reward, GrpoConfig(**{**SETTINGS, **settings}), out=out, on_step=on_step)
-    return {"rows": rows, "drawn": drawn, "weights": weights}
+    return Run(rows, drawn)
 
 
 @pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("queue")
     model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     arguments = ("--max-model-len", str(LENGTH))
-    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
-        saving = {"max_staleness": 1, "save_every": 1}
-        calls: Values = {
-            "0": (run, (model, served.url, directory / "0", {"max_staleness": 0})),
-            "2": (run, (model, served.url, directory / "2", {"max_staleness": 2})),
-            "whole": (run, (model, served.url, directory / "whole", saving, directory / "killed")),
-            "resumed": (run, (model, served.url, directory / "killed", saving)),
-        }
-        yield directory, engines.launch_in_turn(1, calls, timeout=300)
+    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as server:
+        yield model, server.url
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_steps_are_drawn_ahead(outcomes: tuple[Path, Outcomes]) -> None:
+@on_engines(1)
+def test_steps_are_drawn_ahead(served: Served, tmp_path: Path) -> None:
     """No token is older than the bound, and only its version's weights give its probability."""
-    directory, results = outcomes
-    assert all("staleness_max" not in row for row in results["0"][0]["rows"])
-    rows = results["2"][0]["rows"]
+    assert all("staleness_max" not in row for row in run(served, tmp_path / "0", {"max_staleness": 0}).rows)
+    rows = run(served, tmp_path / "2", {"max_staleness": 2}).rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[0]["staleness_max"] == 0
     assert max(row["staleness_max"] for row in rows) in (1, 2)
     assert all(0 <= row["staleness_mean"] <= row["staleness_max"] <= 2 for row in rows)
     assert all(row["generation_wait_seconds"] >= 0 and 0 <= row["queue_length"] <= 3 for row in rows)
-    check_versions(directory)
-
-
-def check_versions(directory: Path) -> None:
-    import json
-    from types import SimpleNamespace
-
-    lines = []
-    for step in range(1, 6):
-        for line in (directory / "2" / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines():
-            lines.append((step, json.loads(line)))
-    log_probs = {
-        version: replay(
-            str(directory / ("2-v0" if version == 0 else f"2/v{version}")),
-            [SimpleNamespace(prompt=line["prompt"], tokens=line["token_ids"]) for _, line in lines],  # type: ignore[misc]
-        )
-        for version in range(0, 10, 2)
-    }
+    lines = [
+        (step, json.loads(line))
+        for step in range(1, 6)
+        for line in (tmp_path / "2" / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    ]
+    samples: Any = [SimpleNamespace(prompt=line["prompt"], tokens=line["token_ids"]) for _, line in lines]
+    log_probs = {version: replay(str(tmp_path / f"2-v{version}"), samples) for version in range(0, 10, 2)}
     distinct = 0
     for number, (step, line) in enumerate(lines):
         versions = torch.tensor(line["weight_versions"])
@@ -124,12 +120,15 @@ def check_versions(directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_learns_the_same_completions(outcomes: tuple[Path, Outcomes]) -> None:
-    whole, resumed = (outcomes[1][name][0] for name in ("whole", "resumed"))
-    assert [row["staleness_max"] for row in whole["rows"]] == [0, 1, 1, 1, 1]
-    assert whole["drawn"][-len(resumed["drawn"]) :] == resumed["drawn"]
-    assert len(resumed["drawn"]) == 8 * len(resumed["rows"])
-    for row, again in zip(whole["rows"][-len(resumed["rows"]) :], resumed["rows"], strict=True):
+@on_engines(1)
+def test_a_killed_run_learns_the_same_completions(served: Served, tmp_path: Path) -> None:
+    saving = {"max_staleness": 1, "save_every": 1}
+    whole = run(served, tmp_path / "whole", saving, tmp_path / "killed")
+    resumed = run(served, tmp_path / "killed", saving)
+    assert [row["staleness_max"] for row in whole.rows] == [0, 1, 1, 1, 1]
+    assert whole.drawn[-len(resumed.drawn) :] == resumed.drawn
+    assert len(resumed.drawn) == 8 * len(resumed.rows)
+    for row, again in zip(whole.rows[-len(resumed.rows) :], resumed.rows, strict=True):
         same = ("step", "reward", "loss", "grad_norm", "staleness_mean", "weight_version")
         assert [row[name] for name in same] == [again[name] for name in same]
 

@@ -13,10 +13,12 @@ import pytest
 from hybrid_engine import ActorHybridWorker, Completion, Sampling
 from hybrid_engine.rl import GrpoConfig, converse, train
 from hybrid_engine.rl.conversations import Conversations
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.serving.test_servers import config_of, train_step, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 64
 PROMPTS = [[5, 3, 4], [9, 3, 4, 6], [5, 3, 4]]
@@ -48,39 +50,9 @@ def replying(turns: int, reply: list[int]) -> Callable[[Any], Reply]:
     return environment
 
 
-def figures_of(groups: Any) -> list[list[Any]]:
-    return [
-        [(talk.token_ids, talk.is_drawn, talk.logprobs, talk.versions, len(talk.turns)) for talk in group]
-        for group in groups
-    ]
-
-
-def hold(model: str, url: str) -> Values:
-    """Converse in several ways; on both ranks."""
-    results: Values = {}
-    with worker_of(model, url) as worker:
-        with worker.rollout_context():
-            environment = replying(3, [7, 8])
-            for name in ("first", "again"):
-                groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
-                results[name] = figures_of(groups)
-            results["held"] = [[len(talk.messages), talk.environment is not None] for group in groups for talk in group]
-            sampling = Sampling(max_tokens=40)
-            groups = converse(worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN)
-            results["waiting"] = figures_of(groups)
-            gate = Gate(num_conversations=2)
-            begun = Conversations(
-                worker, PROMPTS[:1], SAMPLING, gate.environment, max_tokens_per_turn=TURN, goes_on=True
-            )
-            if worker.rank == 0:
-                assert gate.are_answered.wait(60)
-        with worker.train_context():
-            train_step(worker, 0)
-        with worker.rollout_context():
-            gate.is_open.set()
-            results["over a publish"] = figures_of(begun.collect())
-            results["version"] = worker.train.version
-    return results
+def figures_of(groups: Any) -> list[Any]:
+    """Return what all ranks receive."""
+    return [(talk.token_ids, talk.is_drawn, talk.logprobs, talk.versions) for group in groups for talk in group]
 
 
 def one_for_another() -> Callable[[Any], Reply]:
@@ -135,74 +107,79 @@ class Gate:
         return respond
 
 
-def learn(model: str, url: str, out: Path) -> list[Values]:
-    def reward(_prompt: Any, conversation: Any) -> float:
-        assert conversation.environment is not None
-        return sum(token % 2 for token in conversation.token_ids) / 4
-
-    config = GrpoConfig(
-        **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 40, "learning_rate": 3e-3},
-        **{"epochs": 1, "minibatches": 2, "save_every": 2, "max_staleness": 1, "max_tokens_per_turn": TURN},
-    )
-    with worker_of(model, url) as worker:
-        rows = train(worker, PROMPTS, reward, config, out=out, environment=replying(3, [7, 8]))
-    with worker_of(model, url) as worker:
-        config = config.model_copy(update={"steps": 5})
-        rows += train(worker, PROMPTS, reward, config, out=out, environment=replying(3, [7, 8]))
-    return rows
-
-
 @pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Yield a model, and the address of its server."""
     directory = tmp_path_factory.mktemp("served")
     model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     # Requests compute prompts in parts.
     sizes = {"--max-model-len": LENGTH, "--max-num-seqs": 8, "--max-num-batched-tokens": 8}
     arguments = [str(part) for size in sizes.items() for part in size]
-    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as served:
-        calls: Values = {
-            "hold": (hold, (model, served.url)),
-            "learn": (learn, (model, served.url, directory / "run")),
-        }
-        yield engines.launch_in_turn(2, calls, timeout=400)
+    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments) as server:
+        yield model, server.url
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_each_conversation_goes_on_by_itself(outcomes: Outcomes) -> None:
+@on_engines(2, timeout=400)
+def test_each_conversation_goes_on_by_itself(served: tuple[str, str]) -> None:
     """All ranks get the same turns; equal prompts differ, and the same seed repeats them."""
-    results, received = outcomes["hold"]
-    for name in ("first", "again", "waiting", "over a publish"):
-        assert results[name] == received[name]
-    assert results["first"] == results["again"]
-    assert results["held"] == [[0, True]] * 6
-    assert received["held"] == [[0, False]] * 6
-    talks = [talk for group in results["first"] for talk in group]
-    assert len({token_ids for token_ids, *_ in talks}) == 6
-    for token_ids, is_drawn, logprobs, versions, num_turns in talks:
-        assert num_turns == 3
-        assert len(token_ids) == len(is_drawn) <= SAMPLING.max_tokens
-        assert len(logprobs) == len(versions) == sum(is_drawn)
-        assert is_drawn.count(False) == 4
+    environment = replying(3, [7, 8])
+    with worker_of(*served) as worker, worker.rollout_context():
+        groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
+        assert converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN) == groups
+        sampling = Sampling(max_tokens=40)
+        waiting = converse(worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN)
+        received = of_all_ranks(figures_of([*groups, *waiting]))
+    assert received[0] == received[1]
+    talks = [talk for group in groups for talk in group]
+    assert len({talk.token_ids for talk in talks}) == 6
+    for talk in talks:
+        assert (talk.messages, talk.environment is not None) == ((), worker.rank == 0)
+        assert len(talk.turns) == 3
+        assert len(talk.token_ids) == len(talk.is_drawn) <= 40
+        assert len(talk.logprobs) == len(talk.versions) == sum(talk.is_drawn)
+        assert talk.is_drawn.count(False) == 4
     # The first had to wait for the third answer of the second.
-    assert [group[0][4] for group in results["waiting"]] == [1, 3]
+    assert [len(group[0].turns) for group in waiting] == [1, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_conversations_go_on_over_a_publish(outcomes: Outcomes) -> None:
-    results, _ = outcomes["hold"]
-    versions = [set(talk[3]) for talk in results["over a publish"][0]]
-    assert versions == [{0, results["version"]}] * 2
+@on_engines(2, timeout=400)
+def test_conversations_go_on_over_a_publish(served: tuple[str, str]) -> None:
+    gate = Gate(num_conversations=2)
+    with worker_of(*served) as worker:
+        with worker.rollout_context():
+            begun = Conversations(
+                worker, PROMPTS[:1], SAMPLING, gate.environment, max_tokens_per_turn=TURN, goes_on=True
+            )
+            if worker.rank == 0:
+                assert gate.are_answered.wait(60)
+        with worker.train_context():
+            train_step(worker, 0)
+        with worker.rollout_context():
+            gate.is_open.set()
+            groups = begun.collect()
+        received = of_all_ranks(figures_of(groups))
+    assert received[0] == received[1]
+    assert [set(talk.versions) for talk in groups[0]] == [{0, worker.train.version}] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_conversations_are_held_ahead(outcomes: Outcomes) -> None:
+@on_engines(2, timeout=400)
+def test_conversations_are_held_ahead(served: tuple[str, str], tmp_path: Path) -> None:
     """A resumed run holds those of the next step again."""
-    rows, received = outcomes["learn"]
+
+    def reward(_prompt: Any, conversation: Any) -> float:
+        assert conversation.environment is not None
+        return sum(token % 2 for token in conversation.token_ids) / 4
+
+    rows: list[Values] = []
+    for steps in (4, 5):
+        config = GrpoConfig(
+            **{"steps": steps, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 40, "learning_rate": 3e-3},
+            **{"minibatches": 2, "save_every": 2, "max_staleness": 1, "max_tokens_per_turn": TURN},
+        )
+        with worker_of(*served) as worker:
+            rows += train(worker, PROMPTS, reward, config, out=tmp_path, environment=replying(3, [7, 8]))
+            assert of_all_ranks(rows)[0] == rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
     assert all(row["turns"] == 3 for row in rows)
     assert all(0 <= row["generation_wait_seconds"] < 400 for row in rows)
-    assert [row["loss"] for row in rows] == [row["loss"] for row in received]
