@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -538,15 +537,14 @@ class Loop:
     def _newest(self, files: RunFiles) -> tuple[Progress, bool] | None:
         """Return the newest checkpoint and whether its row was written, as rank 0 reads them."""
         agreement = self.worker.job.agreement
-        local: tuple[dict[str, Any], bool] | None = None
+        local: tuple[Progress, bool] | None = None
         with agreement.phase("reading the run"), naming("reading the run in", files.out):
             progress = files.progress() if self.worker.rank == 0 else None
             if progress is not None:
-                local = asdict(progress), files.metrics.has(progress.step)
+                local = progress, files.metrics.has(progress.step)
         # Rank 0 decides: on a shared file system ranks can see different states of a directory.
-        kind = tuple[dict[str, Any], bool] | None
-        newest = agreement.gather(local, kind, "reading the run")[0]
-        return None if newest is None else (Progress(**newest[0]), newest[1])
+        kind = tuple[Progress, bool] | None
+        return agreement.gather(local, kind, "reading the run")[0]
 
     def _flags(self, should_stop: ShouldStop) -> list[bool]:
         """Return whether `should_stop` is True, and a checkpoint late, on any rank. Collective."""

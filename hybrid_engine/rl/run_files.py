@@ -30,7 +30,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import socket
 import stat
@@ -368,15 +367,14 @@ class RunFiles:
 
         Raises FileError if the path of a checkpoint is a file, or a link that leads nowhere.
         """
-        name_of_step = re.compile(re.escape(self.metrics.key) + r"-(\d{6,})", re.ASCII)
         steps = []
         with naming("reading the checkpoints in", self.checkpoints, _REMEDY):
             if not os.path.lexists(self.checkpoints):
                 return []
             for path in self.checkpoints.iterdir():
-                match = name_of_step.fullmatch(path.name)
-                # The comparison rejects names with too many zeros, which are not ours.
-                if match is None or self.checkpoint(int(match[1])).name != path.name:
+                number = path.name.removeprefix(f"{self.metrics.key}-")
+                # The comparison rejects other digits and numbers of zeros, which are not ours.
+                if not number.isdecimal() or self.checkpoint(int(number)).name != path.name:
                     continue
                 if not path.is_dir():
                     raise FileError(
@@ -384,7 +382,7 @@ class RunFiles:
                         "remove this",
                         code="not-a-directory",
                     )
-                steps.append(int(match[1]))
+                steps.append(int(number))
         return sorted(steps)
 
     def _complete_steps(self) -> list[int]:

@@ -51,7 +51,8 @@ def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[TensorDict,
         "advantages": torch.randn(rows, generator=generator, dtype=torch.float64),
         **{"old_log_probs": old, "sampled_log_probs": sampled, "ref_log_probs": ref, "entropy": entropy},
     }
-    return batch, first
+    # Ratios reach the bound of dual clip, 3.
+    return batch, 1 + 2 * first
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.sampled_from([1, 2, 4, 8]))
