@@ -113,8 +113,14 @@ def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_seen_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, check=has_violation("out", "disk-full", str(tmp_path))):
-        start(out=tmp_path / "new" / "run")
+    out = tmp_path / "new" / "run"
+    with pytest.raises(ConfigError, check=has_violations(("out", "disk-full"))) as caught:
+        start(out=out)
+    assert str(tmp_path) in str(caught.value)
+    # A run that is resumed replaces files; this one has lost its settings.
+    (out / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, check=has_violations(("out", "not-a-run"))):
+        start(out=out)
 
 
 def decorated(function: Callable[[str], float]) -> Callable[..., float]:
@@ -164,22 +170,11 @@ def test_valid_arguments_reach_the_engines(name: str, value: Any) -> None:
         ({"max_position_embeddings": None}, 2**31),
     ],
 )
-def test_lengths_are_bounded_by_what_the_engines_may_accept(
-    tmp_path: Path, changed: dict[str, Any], bound: int
-) -> None:
+def test_lengths_are_bounded_by_what_the_engines_may_accept(changed: dict[str, Any], bound: int) -> None:
     config = json.loads((MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changed))
     engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
     with mock.patch.object(type(engines), "hf_config", return_value=config | changed):
         assert run_checks._longest_sequence(engines) == bound
-
-
-def test_a_run_that_is_resumed_needs_no_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
-    assert len(list(run_checks._disk_violations(engines, tmp_path))) == 1
-    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    assert list(run_checks._disk_violations(engines, tmp_path)) == []
 
 
 def test_a_model_that_computes_one_sequence_a_row_is_not_packed() -> None:
