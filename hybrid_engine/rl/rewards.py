@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -475,11 +476,9 @@ class HeldOut:
         totals = self._rewards.compute(worker.job, numbers, self._prompts, groups).totals
         num_passing = (totals >= self._passing_reward).sum(1).tolist()
         figures: Figures = {"held_out_reward": totals.nanmean().item()}
-        k = 1
-        while k <= self._samples:
+        for k in (2**exponent for exponent in range(self._samples.bit_length())):
             chances = [pass_at(k, self._samples, passing) for passing in num_passing]
-            figures[f"held_out_pass_{k}"] = sum(chances) / len(chances)
-            k *= 2
+            figures[f"held_out_pass_{k}"] = fmean(chances)
         return figures
 
 

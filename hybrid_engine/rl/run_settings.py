@@ -17,7 +17,6 @@ A file names code that is run, by `reward`, so it is trusted like a program.
 from __future__ import annotations
 
 import importlib
-import string
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,14 +231,21 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
     """Return the prompts of a source: `data.source`, one of its splits, or a file."""
     data = run.data
     rows = _rows(data, source, directory)
-    template = data.template or f"{{{data.prompt}}}"
-    columns = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
-    rewards = named_rewards(run.reward).values()
-    if "answer" in data.model_fields_set or NAMED_REWARDS.keys() & rewards:
-        columns.append(data.answer)
-    missing = sorted({*columns} - {*rows.column_names})
-    if missing or not len(rows):
-        problem = f"has no column {', '.join(missing)}" if missing else "is empty"
+    is_read = bool(NAMED_REWARDS.keys() & named_rewards(run.reward).values())
+    needs_answer = is_read or "answer" in data.model_fields_set
+    try:
+        prompts = [
+            {
+                **row,
+                "prompt": _prompt(data, row),
+                "answer": row[data.answer] if needs_answer else row.get(data.answer),
+            }
+            for row in rows
+        ]
+        problem = "" if prompts else "is empty"
+    except KeyError as error:
+        problem = f"has no column {error}"
+    if problem:
         violation = Violation(
             f"{SECTION}.data",
             f"{shortened(source)} {problem}",
@@ -247,7 +253,7 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
             code="unknown-column",
         )
         raise ConfigError([violation])
-    return [{**row, "prompt": _prompt(data, row), "answer": row.get(data.answer)} for row in rows]
+    return prompts
 
 
 def _prompt(data: DataConfig, row: Mapping[str, Any]) -> Any:

@@ -47,25 +47,21 @@ def completion_figures(batch: Batch, groups: Groups, scores: Scores) -> Figures:
         scores: rewards, in the order of `groups`.
     """
     rewards = scores.totals
-    is_scored = ~rewards.isnan()
-    deviations = [
-        group[scored].std(correction=0)
-        for group, scored in zip(rewards, is_scored, strict=True)
-        if scored.any()
-    ]
+    differences = rewards - rewards.nanmean(dim=1, keepdim=True)
+    deviations = differences.square().nanmean(dim=1).sqrt()
     completions = [completion for group in groups for completion in group]
     reasons = [completion.finish_reason for completion in completions]
     log_prob_error = _log_prob_error(batch)
     figures = {
         "reward": rewards.nanmean().item(),
-        "reward_std": torch.stack(deviations).mean().item(),
+        "reward_std": deviations.nanmean().item(),
         **scores.figures(),
         "groups_agreeing": scores.agreeing.float().mean().item(),
         "response_tokens": batch["mask"].sum(dim=1).mean().item(),
         "truncated": reasons.count("length") / len(reasons),
     }
-    if not is_scored.all():
-        figures["left_out"] = (~is_scored).float().mean().item()
+    if rewards.isnan().any():
+        figures["left_out"] = rewards.isnan().float().mean().item()
     num_turns = [len(item.turns) for item in completions if isinstance(item, Conversation)]
     if num_turns:
         figures["turns"] = fmean(num_turns)
