@@ -24,7 +24,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +37,6 @@ from hybrid_engine.errors import (
     GenerationError,
     Violation,
     Violations,
-    nearest,
     shortened,
 )
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -59,8 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hybrid_engine")
 
-CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
-_SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
+_SINGLE_ANSWER_ARGUMENTS = frozenset({"add_generation_prompt", "continue_final_message"})
 
 
 def converse(
@@ -425,8 +423,9 @@ def _violations(
     max_tokens_per_turn: int | None,
     chat: Mapping[str, Any],
 ) -> Violations:
-    own_arguments = ("environment", "sampling", "max_tokens_per_turn")
-    yield from unknown_arguments(chat, own_arguments)
+    for name in _SINGLE_ANSWER_ARGUMENTS.intersection(chat):
+        problem = "not available here: every turn begins with an answer of the model"
+        yield Violation(name, problem, "Leave it out", code="not-supported")
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         problem = f"got {shortened(prompts)}"
         yield Violation("prompts", problem, "Pass a list of prompts", code="not-a-list")
@@ -447,24 +446,6 @@ def _violations(
                 "Pass Sampling or vllm.SamplingParams with max_tokens, the conversation's bound"
             )
             yield Violation("sampling", problem, remedy, code="unbounded-sampling")
-
-
-def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> Violations:
-    """Report keyword arguments that a conversation does not take.
-
-    Args:
-        names: names of the further keyword arguments of the call.
-        known: arguments of the call, for the suggestion if a name is misspelled.
-    """
-    for name in names:
-        if name in _SINGLE_ANSWER_ARGUMENTS:
-            problem = "not available here: every turn begins with an answer of the model"
-            yield Violation(name, problem, "Leave it out", code="not-supported")
-        elif name not in CHAT_ARGUMENTS:
-            suggestion = nearest(name, [*CHAT_ARGUMENTS, *known])
-            remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
-            problem = "this call has no such argument"
-            yield Violation(name, problem, remedy, code="unknown-argument")
 
 
 def _has_images(element: Any) -> bool:

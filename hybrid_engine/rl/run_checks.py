@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, Violations, collect, shortened
+from hybrid_engine.errors import ConfigError, Violation, Violations, collect, nearest, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import chunks_of
@@ -24,7 +24,6 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.conversation_state import prompt_of
-from hybrid_engine.rl.conversations import CHAT_ARGUMENTS, unknown_arguments
 from hybrid_engine.rl.packed_calls import packing_violations
 from hybrid_engine.rl.prompt_source import are_listed, is_stream
 from hybrid_engine.rl.rewards import BatchReward, argument_of, named_rewards, reward_violations
@@ -56,7 +55,8 @@ _REPLACED = {
     "advantages": "baseline scale_rewards",
 }
 """Function of the caller -> settings that are of the one in its place."""
-_KNOWN_ARGUMENTS = (*_PARAMETERS, "reward", "config", "out", "trackers", "changed", "on_phase")
+_CHAT_ARGUMENTS = ("tools", "chat_template_kwargs")
+_KNOWN_ARGUMENTS = (*_PARAMETERS, *_CHAT_ARGUMENTS, "reward", "out", "trackers", "changed")
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
 def argument_violations(arguments: RunArguments) -> list[Violation]:
     """Return what is wrong with the arguments of a run, whatever its engines are."""
     return [
-        *unknown_arguments(arguments.chat, _KNOWN_ARGUMENTS),
+        *_unknown_arguments(arguments.chat),
         *reward_violations(arguments.reward, arguments.config),
         *_callback_violations(arguments),
         *_setting_violations(arguments),
@@ -342,8 +342,8 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
 
     max_tokens = arguments.config.max_tokens
     plain_prompts = [prompt_of(prompt) for prompt in prompts]
-    # Others are in `unknown_arguments` already.
-    chat: Any = {name: arguments.chat[name] for name in CHAT_ARGUMENTS if name in arguments.chat}
+    # Others are in `_unknown_arguments` already.
+    chat: Any = {name: arguments.chat.get(name) for name in _CHAT_ARGUMENTS}
     token_ids = token_ids_of(plain_prompts, limits.tokenizer, chat=chat)
     limits.check_prompts(token_ids, max_tokens)
     # Labels are shifted by one token, so a row of seq_length has room for one more token.
@@ -359,6 +359,15 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
         )
         remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
         raise ConfigError([Violation("prompts", problem, remedy, code="prompts-too-long")])
+
+
+def _unknown_arguments(chat: Mapping[str, Any]) -> Violations:
+    """Yield keyword arguments that are none of a run, with the one that was probably meant."""
+    for name in chat.keys() - {*_CHAT_ARGUMENTS}:
+        suggestion = nearest(name, _KNOWN_ARGUMENTS)
+        remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
+        problem = "this call has no such argument"
+        yield Violation(name, problem, remedy, code="unknown-argument")
 
 
 def _callback_violations(arguments: RunArguments) -> Violations:
