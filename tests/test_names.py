@@ -23,7 +23,7 @@ IN_LIBRARIES = {
     "torch/distributed/checkpoint/state_dict.py": "_extra_state",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "FSDPParamGroup",
     "transformers/data/data_collator.py": "DataCollatorWithFlattening",
-    "vllm/config/model.py": "ModelConfig",
+    "vllm/config/model.py": "ModelConfig sleep_mode_backend",
     "vllm/distributed/weight_transfer/base.py": "VLLMWeightSyncClient",
     "vllm/engine/arg_utils.py": "EngineArgs.get_batch_defaults",
     "vllm/model_executor/layers/linear.py": "output_dim",

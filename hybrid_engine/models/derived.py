@@ -80,8 +80,7 @@ def full_config(config: HfConfig) -> dict[str, Any]:
 
     Raises UnknownModelError as `derived_table` does.
     """
-    values: dict[str, Any] = _read_config(json.dumps(config), config["architectures"][0]).to_dict()
-    return values
+    return dict(_read_config(json.dumps(config), config["architectures"][0]).to_dict())
 
 
 def model_class(architecture: str) -> Any:
@@ -203,10 +202,13 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
     once = without_repetitions(tensors)
     with torch.no_grad():
         saved = revert_weight_conversion(model, dict(once))
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
-    # A model that loads a checkpoint has, and saves, these in float32 whatever its dtype.
-    precise = model._keep_in_fp32_modules_strict
-    dtypes |= {name: "float32" for name in saved if any(part in name for part in precise)}
+    dtypes = {}
+    for name, tensor in saved.items():
+        # A model that loads a checkpoint has, and saves, these in float32 whatever its dtype.
+        is_precise = any(part in name for part in model._keep_in_fp32_modules_strict)
+        dtype = "float32" if is_precise else str(tensor.dtype).removeprefix("torch.")
+        if dtype != _WEIGHTS:
+            dtypes[name] = dtype
     text_config = config.get_text_config()
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     embedding = model.get_input_embeddings()
@@ -224,7 +226,7 @@ def _derived(config_text: str, architecture: str) -> ModelTable:
         left_out=frozenset(tensors.keys() - once.keys()),
         # Layers for multi-token prediction, mostly, which transformers' classes do not have.
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
-        dtypes={name: dtype for name, dtype in dtypes.items() if dtype != _WEIGHTS},
+        dtypes=dtypes,
         serving=Serving(ends_on_every_stage=True),
         not_built=(f"{architecture}, which has no name table,",),
         architecture=architecture,
@@ -246,18 +248,17 @@ def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
     modules = model.modules()
     tower = next(module for module in modules if getattr(module, "config", None) is tower_config)
     tensors = tower.state_dict(keep_vars=True)
-    matches = {name: _OF_LAYER.search(name) for name in tensors}
     # Features of all layers begin with the embeddings, and -1 is the last layer.
     num_features = tower_config.num_hidden_layers + 1
     layers = [selected] if isinstance(selected, int) else selected
     first_unused = max(layer % num_features for layer in layers)
     unused = set()
     is_behind = False
-    for name, match in matches.items():
-        if match is not None:
+    for name, tensor in tensors.items():
+        if match := _OF_LAYER.search(name):
             is_behind = int(match[1]) >= first_unused
         if is_behind:
-            unused.add(id(tensors[name]))
+            unused.add(id(tensor))
     return tuple(name for name, tensor in saved.items() if id(tensor) in unused)
 
 
