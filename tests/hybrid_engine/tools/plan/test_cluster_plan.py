@@ -147,9 +147,7 @@ def test_relaying_needs_elastic_buffers(job: JobPlanner) -> None:
     """Both ranks of a host need the half on the other host: it arrives once, or for each rank."""
     train = TrainParallelism(4, pipeline=2)
     infer = InferenceParallelism(4)
-    apart = Cluster(ranks_per_host=2)
-    relayed = job(train, infer, replace(apart, has_elastic_buffers=True))
-    direct = job(train, infer, replace(apart, has_elastic_buffers=False))
+    relayed, direct = (job(train, infer, Cluster(2, has_elastic_buffers=has)) for has in (True, False))
     assert relayed.received_by_host.tolist() == relayed.bytes.network_lower_bound.tolist()
     assert direct.received_by_host.sum() > relayed.received_by_host.sum()
     for plan in (relayed, direct):
@@ -167,25 +165,22 @@ def test_fit_and_time(job: JobPlanner) -> None:
     expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
     assert moved.network.sum() == 0
     np.testing.assert_allclose(small.seconds, expected)
-    copied = {"param": small.memory.state.params, "optimizer": small.memory.state.optimizer}
-    alone = {kind: nbytes / (PCIE_GBPS * 1e9) for kind, nbytes in copied.items()}
+    state = small.memory.state
+    pcie = PCIE_GBPS * 1e9
     (there, copies), (back, _) = small.switch_seconds["to_vllm"], small.switch_seconds["to_training"]
     np.testing.assert_allclose(copies, small.seconds)  # Gradients' memory is large enough for weights.
     finer = job(TrainParallelism(4, tensor=4), infer, small.cluster)
-    first = (finer.memory.inference - finer.memory.state.grads) / (PCIE_GBPS * 1e9)
+    first = (finer.memory.inference - finer.memory.state.grads) / pcie
     assert first.min() > 0
     np.testing.assert_allclose(finer.switch_seconds["to_vllm"][1], finer.seconds + first)  # No room for a KV cache.
     np.testing.assert_allclose(there, copies + BUCKET_SECONDS)  # one bucket
-    np.testing.assert_allclose(back, alone["param"])
-    whole = job(train, infer, Cluster(ranks_per_host=2, link_gbps=rates, **INELASTIC))
+    np.testing.assert_allclose(back, state.params / pcie)
+    whole = job(train, infer, Cluster(ranks_per_host=2, link_gbps=rates, has_elastic_buffers=False))
     _, copies = whole.switch_seconds["to_vllm"]
-    np.testing.assert_allclose(copies, whole.seconds + alone["param"] + alone["optimizer"])
+    np.testing.assert_allclose(copies, whole.seconds + (state.params + state.optimizer) / pcie)
     exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
     assert job(train, infer, exact).verdict == ("does not fit", ["Cache"])
-    assert small.host_nbytes.tolist() == [small.memory.state.copied[:2].sum(), small.memory.state.copied[2:].sum()]
-
-
-INELASTIC: dict[str, Any] = {"has_elastic_buffers": False}
+    assert small.host_nbytes.tolist() == [state.copied[:2].sum(), state.copied[2:].sum()]
 
 
 def test_a_rank_order_is_kept_if_it_saves_bytes(job: JobPlanner) -> None:
