@@ -302,18 +302,19 @@ class _Reading:
         self.put("model", "model.path", value=os.path.expanduser(str(model)))
         self._translate_batch()
         self._translate_optimizer()
-        if strategy == "megatron":
-            self._megatron()
         for key, (name, default) in _GENERATION.items():
             self.put(f"generate_config.{key}", f"rollout.{name}", default)
+        section = _FSDP
+        path = "actor.fsdp_config.model_dtype"
+        dtype = "fp32"
         if strategy == "megatron":
+            self._megatron()
             section = _MEGATRON
             path = "actor.megatron.dtype"
-            train_dtype = self._dtype(path, "bf16")
-        else:
-            section = _FSDP
-            path = "actor.fsdp_config.model_dtype"
-            train_dtype = self._dtype(path, "fp32")
+            dtype = "bf16"
+            # Megatron's param_offload includes gradients; FSDP frees its gradients after a step.
+            self.put("generate_config.offload_train_grad", f"{section}.param_offload", False)
+        train_dtype = self._dtype(path, dtype)
         self.put("actor_config.params_dtype", path, value=train_dtype)
         path = "rollout.dtype"
         served_dtype = self._dtype(path, "bf16")
@@ -322,9 +323,6 @@ class _Reading:
             self.put("generate_config.compression_dtype", path, value=served_dtype)
         self.put("generate_config.offload_train_param", f"{section}.param_offload", False)
         self.put("generate_config.offload_train_optimizer", f"{section}.optimizer_offload", False)
-        if strategy == "megatron":
-            # Megatron's param_offload includes gradients; FSDP frees its gradients after a step.
-            self.put("generate_config.offload_train_grad", f"{section}.param_offload", False)
 
     def _translate_batch(self) -> None:
         """Set lengths of sequences, and the micro batch that a plan counts activations of."""

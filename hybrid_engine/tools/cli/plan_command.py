@@ -182,11 +182,6 @@ def _remarks(config: HybridConfig, ranks: int, num_mtp_layers: int | None) -> It
             "Memory is counted as if every weight was trained: "
             "adapters and frozen weights take less."
         )
-    yield from _checkpoint_remarks(config)
-
-
-def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
-    """Yield the reason why the model's checkpoint is refused, and what fp8 blocks change."""
     chosen = block_config(config.hf_config(), config.generate_config.quantization)
     if chosen is not None:
         form = format_in(chosen)
@@ -196,16 +191,14 @@ def _checkpoint_remarks(config: HybridConfig) -> Iterator[str]:
             f"{2 * form.element.per_byte} times as many, and memory without the buffer of "
             "quantised weights."
         )
-    quantization = config.hf_config().get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method", "no method")
-    yield (
-        f"The model's weights are stored quantised ({shortened(method)}): such a checkpoint is "
-        "refused, so convert it first."
-    )
+    method = config.hf_config().get("quantization_config")
+    if isinstance(method, dict):
+        method = method.get("quant_method", "no method")
+    if method is not None:
+        yield (
+            f"The model's weights are stored quantised ({shortened(method)}): such a checkpoint is "
+            "refused, so convert it first."
+        )
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:
@@ -267,12 +260,9 @@ def _blocks(job: JobPlan, facts: Mapping[str, Any], explain: bool) -> Iterator[B
         rows = []
         for name, value in facts["rank"].items():
             if isinstance(value, dict):
-                rows += [(f"{name}, {_LINKS[link]}", gib(value[link])) for link in value]
+                rows += [(f"{name}.{link}", gib(nbytes)) for link, nbytes in value.items()]
             else:
                 rows.append((name, gib(value) if name == "staging" else f"{value:,.10g}"))
         yield new_table("One rank", ("", ""), rows)
     if explain:
         yield explanations(job, facts)
-
-
-_LINKS = {"self": "within the rank", "host": "same host", "network": "other hosts"}

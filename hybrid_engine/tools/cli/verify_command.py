@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ConfigError, Violation, collect, first_of, shortened
+from hybrid_engine.errors import Violation, Violations, collect, first_of, shortened
 from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.tools.cli.options import (
@@ -68,7 +68,7 @@ def verify(
         violations.append(Violation("--layers", problem, "Use 1 or more", code="out-of-range"))
     config = collect(violations, read_config, words, ranks)
     if config is not None and not oversubscribe:
-        collect(violations, _check_room_for_ranks, ranks)
+        violations += _too_many_ranks(ranks)
     if violations or config is None:
         refuse(violations)
     name = f"{' '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
@@ -92,20 +92,19 @@ def verify(
     raise typer.Exit(1 if verdict.faults else 0)
 
 
-def _check_room_for_ranks(num_ranks: int) -> None:
-    """Raise ConfigError if this machine has too few cores or memory for the processes."""
+def _too_many_ranks(num_ranks: int) -> Violations:
+    """Yield a violation if this machine has too few cores or memory for the processes."""
     num_cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     most = max(1, min(_RANKS_PER_CORE * num_cores, int(memory_gib / _GIB_PER_RANK)))
     if num_ranks > most:
-        violation = Violation(
+        yield Violation(
             "--ranks",
             f"{num_ranks} processes of {_GIB_PER_RANK:g} GiB or more, on {num_cores} cores and "
             f"{memory_gib:.0f} GiB; there is room for {most}",
             "Use fewer with smaller sizes, or --oversubscribe to start them anyway",
             code="too-many-ranks",
         )
-        raise ConfigError([violation])
 
 
 def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:

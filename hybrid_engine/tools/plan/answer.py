@@ -50,19 +50,17 @@ def device_memory(plan: JobPlan) -> Ranges:
     """Return the bytes of device memory by rank; see `MemoryPeaks` and `TrainingMemory`."""
     memory = plan.memory
     state = memory.state
-    inelastic = {} if state.inelastic is None else {"inelastic": state.inelastic}
-    gathered = {"gathered": np.array([plan.gathered_nbytes])} if plan.gathered_nbytes else {}
     return _ranges(
         params=state.params,
-        **inelastic,
+        inelastic=state.inelastic,
         grads=state.grads,
         optimizer=state.optimizer,
         training=state.total,
         activations=plan.activations,
-        **gathered,
-        vllm_step=np.array([plan.cache.step]),
+        gathered=plan.gathered_in_step or None,
+        vllm_step=plan.cache.step,
         inference=memory.inference,
-        largest_bucket=np.array([memory.bucket]),
+        largest_bucket=memory.bucket,
         switch=memory.switch,
         interleaved_switch=memory.interleaved_switch,
         peak=plan.peak,
@@ -170,8 +168,11 @@ def facts_of_rank(job: JobPlan, rank: int) -> dict[str, Any]:
     }
 
 
-def _ranges(**values: np.ndarray) -> Ranges:
-    return {name: range_of(array) for name, array in values.items()}
+def _ranges(**values: np.ndarray | int | None) -> Ranges:
+    """Return the range of every array, or number that all ranks have; None is left out."""
+    return {
+        name: range_of(np.asarray(value)) for name, value in values.items() if value is not None
+    }
 
 
 def sizes_as_dict(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from hybrid_engine.config import ActorConfig, HybridConfig
 from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
 from hybrid_engine.config.rules import JobContext
-from hybrid_engine.errors import ConfigError, DependencyError, Violation
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
 from hybrid_engine.layouts.memory import (
@@ -209,7 +209,7 @@ class JobPlan:
         phases: phase of the job -> bytes on a device, with all state that the configuration keeps
             there.
         activations: estimated activations of a training step of the actor.
-        gathered_nbytes: estimated bytes of parameters and gradients that FSDP2 gathers in a step.
+        gathered_in_step: estimated bytes of parameters and gradients that FSDP2 gathers; else 0.
         stays: state that stays on the device.
         on_host: bytes of offloaded state in host memory while vLLM generates, and of copies of
             messages.
@@ -229,7 +229,7 @@ class JobPlan:
     memory: MemoryPeaks
     phases: Mapping[str, Phase]
     activations: np.ndarray
-    gathered_nbytes: int
+    gathered_in_step: int
     stays: Stays
     on_host: np.ndarray
     stage_caches: Sequence[tuple[LayerCache, ...]]
@@ -421,8 +421,9 @@ def plan_job(
         num_mtp_layers: see `load_config`.
 
     Raises:
-        ConfigError: if FSDP2 trains and transformers cannot build the model, for the order "auto"
-            without scipy, and as `traced_positions` for a model without a name table.
+        ConfigError: if FSDP2 trains and transformers cannot build the model, and as
+            `traced_positions` for a model without a name table.
+        DependencyError: for the order "auto" without scipy.
         ModelError: vLLM cannot construct such a model without memory.
     """
     cluster = cluster or Cluster()
@@ -450,19 +451,7 @@ def plan_job(
     progress("counting bytes")
     sequential = summarize(source, positions, hosts, relaying)
     progress("choosing the order of ranks")
-    try:
-        order = rank_order(
-            generate.infer_rank_order,
-            source,
-            positions,
-            hosts,
-            infer.tensor,
-        )
-    except DependencyError as error:
-        key = "generate_config.infer_rank_order"
-        remedy = "Install it or set it to sequential"
-        violation = Violation(key, str(error), remedy, code="needs-package")
-        raise ConfigError([violation]) from error
+    order = rank_order(generate.infer_rank_order, source, positions, hosts, infer.tensor)
     destination = positions
     moved = sequential
     if order != tuple(range(world_size)):
@@ -505,7 +494,7 @@ def plan_job(
         memory=MemoryPeaks(state, weights, bucket, keeps_inference=keeps_inference),
         phases=phases,
         activations=activations,
-        gathered_nbytes=gathered,
+        gathered_in_step=gathered,
         stays=stays,
         on_host=on_host,
         stage_caches=cached,

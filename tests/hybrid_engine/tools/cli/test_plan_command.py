@@ -272,6 +272,12 @@ def test_sequences_longer_than_the_models_positions_are_refused_as_by_vllm(
     assert run(*arguments).exit_code == 0
 
 
+def test_a_missing_solver_is_reported(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    refused = run(*job(llama, 8, tp=8))
+    assert (refused.exit_code, "infer_rank_order auto needs scipy" in refused.stderr) == (2, True)
+
+
 def test_resident_state_counts_on_the_device(llama: Path) -> None:
     """`offload_train_optimizer: false` moves 12 bytes per element from the host to the device."""
     arguments = job(llama, 16, tp=8, pp=2, infer_tp=1)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from hybrid_engine.config import load_config
 from hybrid_engine.config.job_rules import memory_plan
-from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
@@ -31,11 +29,9 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
-from hybrid_engine.tools.plan import cluster_plan
 from hybrid_engine.tools.plan.answer import device_memory
 from hybrid_engine.tools.plan.cluster_plan import BUCKET_SECONDS, PCIE_GBPS, Cluster, JobPlan, plan_job
 from hybrid_engine.tools.verify.small_models import reduced_config
-from tests.harness.errors import has_violations
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.hybrid_engine.planning.cases import bytes_read
 from tests.zoo.families import write_config
@@ -193,13 +189,6 @@ def test_a_rank_order_is_kept_if_it_saves_bytes(job: JobPlanner) -> None:
     assert same.infer.rank_order is None
     assert same.bytes is same.sequential
     assert same.bytes.received.sum() == 0
-
-
-def test_a_missing_solver_is_reported_with_the_key(job: JobPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_plan, "rank_order", mock.Mock(side_effect=DependencyError("needs scipy")))
-    missing = has_violations(("generate_config.infer_rank_order", "needs-package"))
-    with pytest.raises(ConfigError, check=missing):
-        job(TrainParallelism(2), InferenceParallelism(2))
 
 
 def test_a_gather_receives_the_missing_weights(job: JobPlanner) -> None:
