@@ -11,19 +11,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.hybrid_engine.tools.programs import environment_with
+
 _VARIABLE = "FAULTY_SERVER_COMMIT"
 
 
 def faulty(directory: Path) -> dict[str, str]:
     """Install the plug-in in `directory`; return the environment of a server that loads it."""
-    metadata = directory / "plugins" / "faulty_server-0.1.dist-info"
-    if not metadata.exists():
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-server\nVersion: 0.1\n")
-        (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\nfaulty_server = {__name__}:register\n")
-    repository = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([str(metadata.parent), repository, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, _VARIABLE: str(directory / "commit-fails")}
+    return {**environment_with(register, directory / "plugins"), _VARIABLE: str(directory / "commit-fails")}
 
 
 def fail_in_commit(directory: Path, how: str) -> None:

@@ -10,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import LINEAR_ATTENTION, SIZES
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|end|>")
@@ -49,7 +52,7 @@ _TOWER = {
     "image_size": 56,
     "patch_size": 14,
 }
-SMALL_VISION: dict[str, dict[str, Any]] = {
+SMALL_VISION: dict[str, Values] = {
     "Qwen2_5_VLForConditionalGeneration": {
         **_QWEN_TOKENS,
         "model_type": "qwen2_5_vl",
@@ -132,7 +135,7 @@ def write_vision_model(directory: Path, architecture: str) -> Path:
     return directory
 
 
-Processor = tuple[str, dict[str, Any]]
+Processor = tuple[str, Values]
 """Text of an image in the chat template, and the processor's files: name -> content."""
 
 
@@ -215,11 +218,11 @@ def _save_tokenizer(directory: Path, image_of_template: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def vision_environment() -> dict[str, str] | None:
-    """Return variables of processes that find torchvision, for torch for CPUs; None without it."""
+def required_environment() -> dict[str, str]:
+    """Return variables of processes that find torchvision, for torch for CPUs; skip the test without it."""
     installed = Path(os.environ.get("TORCHVISION_FOLDER", Path(sys.prefix) / "vision"))
     if not (installed / "torchvision").is_dir():
-        return None
+        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
     folders = [REPO_ROOT / "tests" / "vision_path", installed, REPO_ROOT]
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([*map(str, folders), *inherited])

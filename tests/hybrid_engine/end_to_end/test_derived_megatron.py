@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import on_engines
-from tests.zoo.vision_models import vision_environment
+from tests.zoo.vision_models import required_environment
 
 
 @on_engines(2)
@@ -26,11 +26,8 @@ def test_vllm_computes_what_transformers_does_with_megatrons_weights() -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(600)
 def test_models_for_which_vllm_imports_torchvision() -> None:
-    environment = vision_environment()
-    if environment is None:
-        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
     arguments = ["-m", "tests.hybrid_engine.end_to_end.derived_megatron"]
-    ended = run_ranks(arguments, 2, 500, environment=environment)
+    ended = run_ranks(arguments, 2, 500, environment=required_environment())
     assert ended.status == 0, ended.output
 
 

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hybrid_engine.tools.launching import run_ranks
-from tests.harness.launch import REPO_ROOT
-from tests.zoo.vision_models import SMALL_VISION, vision_environment, write_vision_model
+from tests.hybrid_engine.tools.programs import run_python
+from tests.zoo.vision_models import SMALL_VISION, required_environment, write_vision_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
 GEMMA = "Gemma3ForConditionalGeneration"
-
-
-def required_environment() -> dict[str, str]:
-    environment = vision_environment()
-    if environment is None:
-        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
-    return environment
 
 
 @pytest.mark.parametrize(
@@ -52,10 +42,8 @@ def test_images_are_trained_and_generated(program: str, architecture: str, tmp_p
 def test_grpo_learns_what_only_images_show(tmp_path: Path) -> None:
     environment = required_environment()
     out = tmp_path / "rows.json"
-    command = ["-m", "benchmarks.image_grpo", "--steps", "40", "--json", str(out)]
-    subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environment}, cwd=REPO_ROOT, timeout=500, check=True
-    )
+    command = "benchmarks.image_grpo", "--steps", 40, "--json", out
+    run_python("-m", *command, status=0, timeout=500, **environment)
     _, *rows = json.loads(out.read_text())
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[:3]) / 3 < 0.1

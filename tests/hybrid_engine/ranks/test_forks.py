@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +15,8 @@ import torch
 
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.states import SwitchContexts
-from tests.harness.launch import REPO_ROOT, on_ranks
+from tests.harness.launch import on_ranks
+from tests.hybrid_engine.tools.programs import run_python
 
 SECONDS_TO_EXIT = 120  # for interpreters on a busy machine
 
@@ -94,12 +93,5 @@ def test_a_child_that_shuts_down_does_not_affect_its_parent() -> None:
 def test_a_child_that_exits_does_not_affect_its_parent() -> None:
     """Python's exit drops the last references to groups."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    output = subprocess.run(
-        [sys.executable, "-c", EXITING],
-        env={**os.environ, **environment, "PYTHONPATH": str(REPO_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_TO_EXIT,
-        check=True,
-    ).stdout
+    output = run_python("-c", EXITING, status=0, timeout=SECONDS_TO_EXIT, **environment).stdout
     assert output == "0\n"

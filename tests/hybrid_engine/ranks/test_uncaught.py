@@ -16,6 +16,7 @@ import pytest
 from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError
 from hybrid_engine.ranks import uncaught
 from hybrid_engine.tools.launching import run_ranks
+from tests.hybrid_engine.tools.programs import run_python
 
 pytestmark = pytest.mark.ranks
 
@@ -109,8 +110,7 @@ def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too(kind: str, n
     ],
 )
 def test_an_error_has_an_exit_status_and_frames_of_the_user(fault: str, status: int, num_frames: int) -> None:
-    process = subprocess.run([sys.executable, "-c", f"{IMPORTS}\n{fault}"], capture_output=True, text=True, check=False)
-    assert process.returncode == status
+    process = run_python("-c", f"{IMPORTS}\n{fault}", status=status)
     assert process.stderr.count('File "') == num_frames
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from hybrid_engine.tools.cli import app
 from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import invoke, run_python
 
 ACTOR = {
     "tensor_model_parallel_size": 2,
@@ -59,9 +55,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_shows_the_prompt_its_rewards_and_the_plan(file: Path) -> None:
-    options = ["run.reward=exact_answer", "--ranks", "2", "--dry-run"]
-    result = CliRunner().invoke(app, ["train", str(file), *options])
-    assert result.exit_code == 0, result.output
+    result = invoke("train", file, "run.reward=exact_answer", "--ranks", 2, "--dry-run")
     shown, _, plan = result.output.partition("reward of the completion '': 0.0\n")
     assert shown.startswith("5 prompts. The first:\n[0, 2, 3, 4]\n")
     assert "reward of the completion '0': 1.0" in shown
@@ -70,19 +64,15 @@ def test_a_dry_run_shows_the_prompt_its_rewards_and_the_plan(file: Path) -> None
 
 
 def test_a_wrong_file_is_refused_before_ranks_start(file: Path) -> None:
-    options = ["run.reward=luck", "--ranks", "2", "--dry-run"]
-    result = CliRunner().invoke(app, ["train", str(file), *options])
-    assert result.exit_code == 2
+    result = invoke("train", file, "run.reward=luck", "--ranks", 2, "--dry-run", status=2)
     assert "run.reward: 'luck'" in result.output
-    assert CliRunner().invoke(app, ["train", "run.grpo.steps=1"]).exit_code == 2
+    invoke("train", "run.grpo.steps=1", status=2)
 
 
 @pytest.mark.parametrize("option", [["--dry-run"], ["--ranks", "2"]])
 def test_a_rank_refuses_options_of_the_start(file: Path, option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    result = CliRunner().invoke(app, ["train", str(file), *option])
-    assert result.exit_code == 2
-    assert option[0] in result.output
+    assert option[0] in invoke("train", file, *option, status=2).output
 
 
 @pytest.mark.ranks
@@ -90,25 +80,8 @@ def test_a_rank_refuses_options_of_the_start(file: Path, option: list[str], monk
 def test_a_run_and_its_continuation(file: Path) -> None:
     outputs = []
     for steps in (2, 3):
-        command = [
-            sys.executable,
-            "-m",
-            "hybrid_engine",
-            "train",
-            str(file),
-            f"run.grpo.steps={steps}",
-            "--ranks",
-            "2",
-        ]
-        ended = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        outputs.append(ended.stdout)
+        words = "train", file, f"run.grpo.steps={steps}", "--ranks", 2
+        outputs.append(run_python("-m", "hybrid_engine", *words, status=0, timeout=None).stdout)
     lines = (file.parent / "out" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows] == [1, 2, 3]

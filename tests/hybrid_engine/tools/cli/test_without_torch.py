@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import run_python
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
@@ -18,9 +16,7 @@ COMMAND = "from hybrid_engine.__main__ import main; main()"
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
-    command = [sys.executable, "-c", WITHOUT + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return run_python("-c", WITHOUT + code, *arguments)
 
 
 @pytest.mark.slow

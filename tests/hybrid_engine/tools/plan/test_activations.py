@@ -115,7 +115,7 @@ def test_activations_match_the_papers_layer() -> None:
 def test_the_entropy_keeps_the_planned_bytes_of_a_logit() -> None:
     """Its backward pass adds a gradient in float32, and every score has one."""
     logits = torch.randn(64, 5000, dtype=torch.bfloat16, requires_grad=True)
-    kept: dict[int, torch.Tensor] = {}
+    kept = {}
     with saved_tensors_hooks(lambda tensor: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
         token_outputs(logits, Outputs(entropy=True))
     nbytes = sum(tensor.nbytes for tensor in kept.values())

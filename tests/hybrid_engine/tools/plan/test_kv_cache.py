@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +20,7 @@ from hybrid_engine.models.config_json import longest_of
 from hybrid_engine.tools.plan.cluster_plan import CacheRoom
 from hybrid_engine.tools.plan.traced_side import traced_positions
 from tests.harness.launch import on_engines
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import served_config, write_config
 
@@ -28,7 +28,7 @@ ACTOR = {"fsdp": {}, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "b
 STATES = {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "bfloat16"}
 
 # Families with written tables, and architectures without: changed keys of config.json.
-CHANGES: dict[str, dict[str, Any]] = yaml.safe_load("""
+CHANGES: dict[str, Values] = yaml.safe_load("""
 llama: {num_key_value_heads: 1}
 gemma2: {}
 gemma3: {num_hidden_layers: 7}

@@ -14,12 +14,13 @@ from hybrid_engine.models import table_for
 from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.tools.plan.traced_side import traced_positions, traced_side
 from tests.harness.launch import on_engines
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import write_config
 
 ACTOR = {"fsdp": {}, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
 # No CPU computes any of these.
-FOR_A_GPU: tuple[dict[str, Any], ...] = (
+FOR_A_GPU: tuple[Values, ...] = (
     {"quantization": "fp8_per_tensor"},
     {"vllm": {"attention_backend": "FLASH_ATTN", "enable_sleep_mode": True, "kv_cache_dtype": "fp8"}},
 )

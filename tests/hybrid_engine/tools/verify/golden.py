@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from hybrid_engine.planning.plan import ReshardPlan, Transfer
@@ -26,6 +26,7 @@ from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.tools.verify import comparison, verify
 from hybrid_engine.tools.verify.comparison import Verdict
 from tests.gpu.sizes import is_software_gpu
+from tests.harness.values import Values
 
 if TYPE_CHECKING:
     from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).with_name("golden.json")
 REMEDY = "if intended: make matrix RECORD=1"
 
-Entry = dict[str, Any]
+Entry = Values
 
 
 def main(job: str, out: str) -> None:
@@ -85,7 +86,7 @@ def _lines(
     its dtype; both ends have the wire's. Buffers of inference have vLLM's names, others are
     numbered in their order of occurrence.
     """
-    numbers: dict[BufferId, int] = {}
+    numbers = {}
 
     def end(place: Place, buffers: Mapping[BufferId, Buffer], name: str | None) -> list[object]:
         buffer = place.buffer
@@ -107,7 +108,7 @@ def _lines(
 
 def entry(verdict: Verdict) -> Entry:
     """Return a cell's entry of golden.json from the verdict over all ranks."""
-    ranks: list[Entry] = verdict.seen
+    ranks = verdict.seen
     digests = " ".join(part["plan"] for part in ranks)
     (buckets,) = {part["buckets"] for part in ranks}  # every rank runs all of them
     return {
@@ -132,7 +133,7 @@ def faults(verdict: Verdict, golden: Mapping[str, Entry]) -> list[str]:
 
 
 def read(file: Path = GOLDEN) -> dict[str, Entry]:
-    entries: dict[str, Entry] = json.loads(file.read_text())
+    entries = json.loads(file.read_text())
     return entries
 
 

@@ -78,7 +78,7 @@ class Combination:
     def case(self, directory: Path) -> Case:
         """Return the case for `verify`, with its small model below `directory`."""
         published = write_config(directory / "published", {**PUBLISHED[self.family], **self.model})
-        actor: Values = {"params_dtype": "float32"}
+        actor = {"params_dtype": "float32"}
         for word in self.train.split():
             actor |= _TRAIN_FLAGS.get(word, {})
         actor |= _fsdp(self.train) or _keys(self.train, TRAIN_KEYS)

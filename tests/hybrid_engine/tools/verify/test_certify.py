@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.launching import Ended
 from hybrid_engine.tools.verify import certify
 from hybrid_engine.tools.verify.certify import prepare
-from tests.hybrid_engine.tools.verify.planted import STALE, install_stale_reload
+from tests.hybrid_engine.tools.programs import STALE, environment_with, invoke, run_python, skip_a_tensor
 from tests.zoo.families import served_config, write_config
 
 
@@ -64,9 +59,7 @@ def test_a_config_alone_gets_two_random_checkpoints(tmp_path: Path) -> None:
     [(["nowhere", "elsewhere"], "2 errors:"), (["--", "--dtype", "float32"], "MODEL: no model is named")],
 )
 def test_an_invalid_model_is_refused(words: list[str], message: str) -> None:
-    ended = CliRunner().invoke(app, ["certify", *words])
-    assert ended.exit_code == 2
-    assert message in ended.stderr
+    assert message in invoke("certify", *words, status=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -86,9 +79,7 @@ def test_engines_without_result_are_reported(
 ) -> None:
     monkeypatch.setattr(certify, "run_ranks", lambda *_, **__: ended)
     model = write_config(tmp_path / "model", served_config("llama"))
-    result = CliRunner().invoke(app, ["certify", str(model)])
-    assert result.exit_code == status
-    assert message in result.stderr
+    assert message in invoke("certify", model, status=status).stderr
 
 
 def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +91,7 @@ def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(certify, "run_ranks", run)
     model = write_config(tmp_path / "model", served_config("llama"))
-    result = CliRunner().invoke(app, ["certify", str(model)])
-    assert result.exit_code == 1
-    assert "a cold engine fails: no kernel" in result.stdout
+    assert "a cold engine fails: no kernel" in invoke("certify", model, status=1).stdout
 
 
 @pytest.mark.slow
@@ -126,10 +115,8 @@ def test_the_switch_refuses_unsupported_arguments(tmp_path: Path, monkeypatch: p
 def test_a_tensor_skipped_by_reload_is_reported(tmp_path: Path) -> None:
     """Only vLLM's reload differs, in one tensor that is reported with its cause."""
     model = write_config(tmp_path / "llama", served_config("llama", torch_dtype="float32"))
-    environment = {**os.environ, **install_stale_reload(tmp_path)}
-    command = [sys.executable, "-m", "hybrid_engine", "certify", str(model), "--json"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert result.returncode == 1, result.stderr
+    environment = environment_with(skip_a_tensor, tmp_path)
+    result = run_python("-m", "hybrid_engine", "certify", model, "--json", status=1, timeout=550, **environment)
     reload, *sleeps, own = json.loads(result.stdout)["models"]["llama"]
     (difference,) = reload["differences"]
     assert (difference["name"], difference["cause"]["name"], difference["share"]) == (STALE, "stale", 1.0)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
+from tests.harness.values import Values
 from tests.hybrid_engine.tools.verify import golden
 from tests.hybrid_engine.tools.verify.test_verify import GOOD
 
@@ -24,7 +22,7 @@ def digest_of(*buckets: Bucket, dtype: str = "bfloat16", hosts: str = "hhh") -> 
     """Return the digest of rank 1, with a weight of `dtype`."""
     sources = {BufferId(1, "flat"): Buffer(16, "bfloat16")}
     destinations = {DST: Buffer(8, dtype)}
-    digest: str = golden.part_of(ReshardPlan(buckets, ()), 1, sources, destinations, hosts)["plan"]
+    digest = golden.part_of(ReshardPlan(buckets, ()), 1, sources, destinations, hosts)["plan"]
     return digest
 
 
@@ -51,21 +49,20 @@ def test_digests_depend_on_a_plan() -> None:
 RAN = replace(GOOD, seen=[{"plan": "d1", "buckets": 2, "transfers": 3}, {"plan": "d2", "buckets": 2, "transfers": 4}])
 
 
-@pytest.mark.parametrize(
-    ("change", "messages"),
-    [
-        ({"bytes_received": 9, "bytes_least": 9}, ["bytes_received: 9, recorded 8", "bytes_least: 9, recorded 8"]),
-        ({"seen": RAN.seen[::-1]}, ["plan: "]),
-        ({"seen": [{**part, "buckets": 3} for part in RAN.seen]}, ["buckets: 3, recorded 2"]),
-        ({"name": "another"}, ["not in golden.json"]),
-        ({"num_parameters": 0, "bytes_received": 8}, ["0 parameters compared"]),
-        ({"error": "boom", "seen": []}, ["boom"]),
-    ],
-)
-def test_a_difference_is_a_fault_of_the_cell(change: dict[str, Any], messages: list[str], tmp_path: Path) -> None:
+CHANGES: list[tuple[Values, list[str]]] = [
+    ({}, []),
+    ({"bytes_received": 9, "bytes_least": 9}, ["bytes_received: 9, recorded 8", "bytes_least: 9, recorded 8"]),
+    ({"seen": RAN.seen[::-1]}, ["plan: "]),
+    ({"seen": [{**part, "buckets": 3} for part in RAN.seen]}, ["buckets: 3, recorded 2"]),
+    ({"name": "another"}, ["not in golden.json"]),
+    ({"error": "boom", "seen": []}, ["boom"]),
+]
+
+
+def test_a_difference_is_a_fault_of_the_cell(tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
     file.write_text("{}")
     golden.record(RAN, [RAN.name], file)
-    assert golden.faults(RAN, golden.read(file)) == []
-    faults = golden.faults(replace(RAN, **change), golden.read(file))
-    assert [text in fault for text, fault in zip(messages, faults, strict=True)] == [True] * len(messages)
+    for change, messages in CHANGES:
+        faults = golden.faults(replace(RAN, **change), golden.read(file))
+        assert [text in fault for text, fault in zip(messages, faults, strict=True)] == [True] * len(messages)

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.verify.machine import GIB, Gpu, Machine, described, facts_of, memory_users, this_machine
+from tests.hybrid_engine.tools.programs import invoke
 
 H100 = Gpu("H100", "9.0", 80 * GIB, 70 * GIB, "GPU-1")
 
@@ -84,11 +83,11 @@ def test_faulty_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_facts_are_reported_without_a_gpu() -> None:
-    facts = json.loads(CliRunner().invoke(app, ["env", "--json"]).output)
+    facts = json.loads(invoke("env", "--json").output)
     assert all(facts.values())
     assert "torch 2" in facts["packages"]
     assert facts["limits"].startswith("memlock ")
-    assert "\nlimits: memlock " in CliRunner().invoke(app, ["env"]).output
+    assert "\nlimits: memlock " in invoke("env").output
 
 
 def test_facts_report_free_memory_and_its_users() -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,13 +14,15 @@ from hybrid_engine.models import table_for
 from hybrid_engine.tools.verify import certify, verify
 from hybrid_engine.tools.verify.cases import case_of
 from hybrid_engine.tools.verify.small_models import Divisors, reduced_config
+from tests.harness.values import Values
+from tests.hybrid_engine.tools.programs import run_python
 from tests.zoo.published_configs import PUBLISHED_VISION
-from tests.zoo.vision_models import SMALL_VISION, vision_environment, write_vision_model
+from tests.zoo.vision_models import SMALL_VISION, required_environment, write_vision_model
 
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
 
 
-def kinds(config: dict[str, Any]) -> set[str]:
+def kinds(config: Values) -> set[str]:
     """Return the names of a model's tensors, without their numbers."""
     return {".".join("#" if part.isdigit() else part for part in name.split(".")) for name in table_for(config).shapes}
 
@@ -83,9 +82,7 @@ def test_a_package_that_vllm_lacks_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def _torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = vision_environment()
-    if environment is None:
-        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+    environment = required_environment()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
@@ -95,9 +92,7 @@ def _torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_torchvision")
 def test_certify_of_a_model_of_images(tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "model", QWEN3_VL)
-    command = [sys.executable, "-m", "hybrid_engine", "certify", str(model), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-m", "hybrid_engine", "certify", model, "--json", status=0, timeout=550)
     reload, *_, own = json.loads(result.stdout)["models"]["model"]
     assert (reload["status"], own["status"]) == ("equal", "equal")
     assert own["num_tensors"] == reload["num_tensors"] > 60

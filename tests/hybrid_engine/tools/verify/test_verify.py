@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH, Case, case_of, values_to_verify
 from hybrid_engine.tools.verify.comparison import (
     LOGITS_ATOL,
@@ -29,6 +27,7 @@ from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.tools.verify.verify import _heads_refused_here
 from tests.harness.values import Values
+from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
@@ -257,13 +256,8 @@ def test_the_command_runs_the_case_of_a_configuration(tmp_path: Path, monkeypatc
         return [replace(GOOD, name=cases[0].name)]
 
     monkeypatch.setattr("hybrid_engine.tools.verify.verify.run_cases", run)
-    words = [
-        str(file),
-        "generate_config.infer_pipeline_parallel_size=2",
-        "generate_config.quantization=fp8_per_channel",
-    ]
-    result = CliRunner().invoke(app, ["verify", *words, "--ranks", "2", "--layers", "6", "--json"])
-    assert result.exit_code == 0, result.output
+    sizes = "generate_config.infer_pipeline_parallel_size=2", "generate_config.quantization=fp8_per_channel"
+    result = invoke("verify", file, *sizes, "--ranks", 2, "--layers", 6, "--json")
     ((config, num_layers, num_ranks),) = started
     assert (num_ranks, num_layers) == (2, 6)
     assert config.actor_config.tensor_model_parallel_size == 2
