@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.values import Values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQ_LENGTH = 16
@@ -56,14 +57,14 @@ class GptSpec:
     num_layers: int = 2
     tied: bool = False
     num_experts: int | None = None
-    ddp_overrides: dict[str, Any] = field(default_factory=dict)
+    ddp_overrides: Values = field(default_factory=dict)
 
     @property
     def params_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
     @property
-    def half(self) -> dict[str, Any]:
+    def half(self) -> Values:
         return {"bf16": self.dtype == "bf16", "fp16": self.dtype == "fp16", "params_dtype": self.params_dtype}
 
 

@@ -96,13 +96,14 @@ def test_a_parameter_elsewhere_takes_no_others_out_of_the_record() -> None:
 class RecordingAllocator:
     """Allocator of slices of a larger tensor per call, which records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: float = 0.0) -> None:
+        self._value = value
         self.calls: list[tuple[int, torch.dtype, str, str]] = []
         self.tensors: list[torch.Tensor] = []
 
     def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
         self.calls.append((numel, dtype, device.type, kind))
-        self.tensors.append(torch.zeros(numel + 64, dtype=dtype, device=device)[64:])
+        self.tensors.append(torch.full((numel + 64,), self._value, dtype=dtype, device=device)[64:])
         return self.tensors[-1]
 
 

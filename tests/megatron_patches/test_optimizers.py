@@ -14,6 +14,7 @@ import megatron_patches
 from megatron_patches import OptimizerTensor, errors
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.megatron_patches.gpt import Gpt, GptSpec, running
+from tests.megatron_patches.test_buffers import RecordingAllocator
 
 PLAIN = GptSpec()
 SPECS = {
@@ -64,7 +65,7 @@ def test_every_state_of_an_optimizer_takes_four_bytes_per_element(case: str) -> 
 
 
 def bytes_by_kind(optimizer: Any) -> Counter[tuple[str, str]]:
-    total: Counter[tuple[str, str]] = Counter()
+    total = Counter()
     for entry in megatron_patches.optimizer_tensors(optimizer):
         total[entry.kind, entry.key] += entry.nbytes
     return total
@@ -139,21 +140,9 @@ def test_a_step_skipped_because_of_infinite_gradients_is_no_version() -> None:
 GATHERED = ("FP32Optimizer", "bf16 gradients", "DistributedOptimizer", "experts")
 
 
-class RecordingAllocator:
-    """Allocator of ordinary memory that records its tensors."""
-
-    def __init__(self) -> None:
-        self.flats: list[torch.Tensor] = []
-
-    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
-        assert kind == "optimizer"
-        self.flats.append(torch.full((numel,), torch.nan, dtype=dtype, device=device))
-        return self.flats[-1]
-
-
 @on_engines({2: GATHERED})
 def test_main_params_and_moments_move_to_one_flat_tensor_per_member(case: str) -> None:
-    allocate = RecordingAllocator()
+    allocate = RecordingAllocator(torch.nan)
     with running(SPECS[case]) as gpt:
         optimizer = gpt.optimizer
         assert megatron_patches.gather_state(optimizer, allocate).buffers == ()  # No moments yet.
@@ -163,17 +152,18 @@ def test_main_params_and_moments_move_to_one_flat_tensor_per_member(case: str) -
         state = [entry for entry in before if entry.kind != "main_grad"]
         old = [entry.tensor.untyped_storage() for entry in state]
         gathered = megatron_patches.gather_state(optimizer, allocate)
-        assert [buffer.tensor for buffer in gathered.buffers] == allocate.flats
-        assert len(allocate.flats) == len(optimizer.chained_optimizers)
+        assert [buffer.tensor for buffer in gathered.buffers] == allocate.tensors
+        assert len(allocate.tensors) == len(optimizer.chained_optimizers)
         assert {entry.kind for entry in gathered.outside} <= {"main_grad"}
         assert all(torch._C._storage_Use_Count(storage._cdata) == 1 for storage in old), (
             "old memory is still referenced"
         )
         check_same_tensors(optimizer, before, values)
-        homes = {flat.untyped_storage().data_ptr() for flat in allocate.flats}
+        homes = {flat.untyped_storage().data_ptr() for flat in allocate.tensors}
         assert {entry.tensor.untyped_storage().data_ptr() for entry in state} == homes
         gpt.train_step()
         check_replaced_state(gpt, allocate)
+    assert {kind for *_, kind in allocate.calls} == {"optimizer"}
 
 
 def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: list[torch.Tensor]) -> None:
@@ -190,11 +180,11 @@ def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
     for member in gpt.optimizer.chained_optimizers:
         for state in member.optimizer.state.values():
             state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
-    num_flats = len(allocate.flats)
+    num_flats = len(allocate.tensors)
     megatron_patches.gather_state(gpt.optimizer, allocate)
     tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
     assert [entry.tensor.data_ptr() for entry in tensors] == addresses
-    assert len(allocate.flats) == num_flats
+    assert len(allocate.tensors) == num_flats
     assert all(bool((entry.tensor == 0.5).all()) for entry in tensors if entry.key == "exp_avg")
 
 

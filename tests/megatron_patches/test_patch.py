@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,8 @@ import megatron_patches
 from megatron_patches import errors
 from megatron_patches.__main__ import app, main
 from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch, PatchRegistry, default_groups, patches_of, release_of
-from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
+from tests.hybrid_engine.tools.programs import run_python
 
 TOY = "megatron.toy_for_tests"
 
@@ -208,10 +209,8 @@ def test_a_failing_build_changes_nothing(toy: types.ModuleType) -> None:
     def fail(original: Any) -> Any:
         raise RuntimeError("cannot build")
 
-    before = snapshot_megatron()
-    with pytest.raises(RuntimeError, match="cannot build"):
+    with unchanged("megatron"), pytest.raises(RuntimeError, match="cannot build"):
         PatchRegistry().apply([make_patch("value"), make_patch("function", fail)])
-    assert differences(before, snapshot_megatron()) == set()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_a_failing_build_changes_nothing(toy: types.ModuleType) -> None:
         {"remove_when": ""},
     ],
 )
-def test_a_bad_patch_record_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_bad_patch_record_is_refused(wrong: Values) -> None:
     with pytest.raises(ValueError, match=r"patch 'toy\.function'"):
         make_patch("function", **wrong)
 
@@ -232,17 +231,18 @@ def test_a_bad_patch_record_is_refused(wrong: dict[str, Any]) -> None:
 Snapshot = dict[tuple[str, str], Any]
 
 
-def snapshot_torch() -> Snapshot:
-    """Return every attribute of every loaded torch module and of its classes."""
-    return _snapshot("torch")
+@contextmanager
+def unchanged(*packages: str) -> Iterator[None]:
+    """Check that the block leaves every attribute of these packages' modules and classes unchanged."""
+    before = {package: snapshot(package) for package in packages}
+    yield
+    for package in packages:
+        assert differences(before[package], snapshot(package)) == set(), package
 
 
-def snapshot_megatron() -> Snapshot:
-    return _snapshot("megatron")
-
-
-def _snapshot(package: str) -> Snapshot:
-    result: Snapshot = {}
+def snapshot(package: str = "megatron") -> Snapshot:
+    """Return every attribute of every loaded module of a package and of their classes."""
+    result = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package and isinstance(module, ModuleType):
             for attr, value in list(vars(module).items()):
@@ -290,13 +290,11 @@ def first_cycle() -> None:
     """Check that the first apply() and revert() of a process leave megatron and torch unchanged."""
     load_targets()
     importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # A module of Megatron named torch.
-    megatron_before = snapshot_megatron()
-    torch_before = snapshot_torch()
-    megatron_patches.apply(ALL_GROUPS)
-    assert len(differences(megatron_before, snapshot_megatron())) > len(needed_patches())
-    megatron_patches.revert()
-    assert differences(megatron_before, snapshot_megatron()) == set()
-    assert differences(torch_before, snapshot_torch()) == set()
+    with unchanged("megatron", "torch"):
+        before = snapshot()
+        megatron_patches.apply(ALL_GROUPS)
+        assert len(differences(before, snapshot())) > len(needed_patches())
+        megatron_patches.revert()
 
 
 @pytest.mark.slow  # Imports Megatron.
@@ -306,15 +304,12 @@ def test_the_first_revert_restores_every_attribute() -> None:
 
     Without a timeout of its own, because importing all of Megatron takes minutes on a busy machine.
     """
-    code = f"from {__name__} import first_cycle; first_cycle()"
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", f"from {__name__} import first_cycle; first_cycle()", status=0, timeout=None)
 
 
 def test_torch_is_unchanged_while_patches_are_applied() -> None:
-    before = snapshot_torch()
-    megatron_patches.apply(ALL_GROUPS)
-    assert differences(before, snapshot_torch()) == set()
+    with unchanged("torch"):
+        megatron_patches.apply(ALL_GROUPS)
     assert torch.overrides._get_current_function_mode_stack() == []
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda" if not torch.cuda.is_available() else "cuda:999")
@@ -334,15 +329,13 @@ def test_only_megatron_sees_the_redirected_torch() -> None:
 
 
 def test_apply_and_revert_twice() -> None:
-    before = snapshot_megatron()
-    megatron_patches.revert()
-    megatron_patches.apply(ALL_GROUPS)
-    once = snapshot_megatron()
-    megatron_patches.apply(ALL_GROUPS)
-    assert differences(once, snapshot_megatron()) == set()
-    megatron_patches.revert()
-    megatron_patches.revert()
-    assert differences(before, snapshot_megatron()) == set()
+    with unchanged("megatron"):
+        megatron_patches.revert()
+        megatron_patches.apply(ALL_GROUPS)
+        with unchanged("megatron"):
+            megatron_patches.apply(ALL_GROUPS)
+        megatron_patches.revert()
+        megatron_patches.revert()
 
 
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,14 +349,12 @@ def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    before = snapshot_megatron()
-    with pytest.raises(errors.UnsupportedVersionError) as caught:
+    with unchanged("megatron"), pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
     assert caught.value.violations == (
         f"megatron-core 0.99.0 is imported from {megatron.core.__file__}, but the patches were tested only with "
         f"{', '.join(CORE_VERSIONS)}: install or check out one of these, or allow this version",
     )
-    assert differences(before, snapshot_megatron()) == set()
 
 
 def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -392,10 +383,8 @@ def test_hooks_applied_follows_its_group() -> None:
 
 
 def test_an_unknown_group_changes_nothing() -> None:
-    before = snapshot_megatron()
-    with pytest.raises(errors.UnknownGroupError, match="gpu"):
+    with unchanged("megatron"), pytest.raises(errors.UnknownGroupError, match="gpu"):
         megatron_patches.apply(["gpu"])
-    assert differences(before, snapshot_megatron()) == set()
 
 
 def test_modules_imported_later_are_patched_and_restored() -> None:
@@ -421,24 +410,26 @@ def test_functions_are_also_replaced_where_they_were_imported() -> None:
 
 @pytest.mark.slow
 def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> None:
-    code = (
+    run_python(
+        "-c",
         "import sys, megatron_patches\n"
         "bad = [m for m in sys.modules if m.partition('.')[0] in ('megatron', 'hybrid_engine', 'vllm')]\n"
-        "sys.exit(str(bad) if bad else 0)"
+        "sys.exit(str(bad) if bad else 0)",
+        status=0,
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow  # Imports Megatron.
 def test_with_a_gpu_the_cpu_substitutes_are_not_imported() -> None:
-    code = (
+    run_python(
+        "-c",
         "import sys, torch, megatron_patches.script, megatron.core.distributed.param_and_grad_buffer\n"
         "torch.cuda.is_available = lambda: True\n"
         "megatron_patches.apply(); megatron_patches.script.apply_stand_ins()\n"
         "assert megatron_patches.hooks_applied()\n"
-        "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)"
+        "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)",
+        status=0,
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
 
 
 PATCHES = patches_of()

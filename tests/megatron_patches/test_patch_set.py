@@ -28,7 +28,7 @@ def patch_files(patch_set: Path) -> list[Path]:
 
 def hunks(patch: Path) -> dict[str, list[tuple[int, list[str]]]]:
     """Return the hunks by target file: (first line of the original, lines with their signs)."""
-    by_file: dict[str, list[tuple[int, list[str]]]] = {}
+    by_file = {}
     target = ""
     for line in patch.read_text().partition("\n---\n")[2].splitlines():
         if line.startswith("--- "):
@@ -46,7 +46,7 @@ def write_checkout(directory: Path, patch_set: Path, version: str) -> Path:
     """Create a git repository with only the context lines of the patches, at their places."""
     for patch in patch_files(patch_set):
         for name, parts in hunks(patch).items():
-            lines: list[str] = []
+            lines = []
             for start, signed in parts:
                 original = [line[1:] for line in signed if not line.startswith("+")]
                 lines += [f"# line {number}" for number in range(len(lines) + 1, start)] + original
@@ -95,7 +95,7 @@ def test_every_patch_of_the_series_is_valid(patch_set: Path) -> None:
     """
     files = patch_files(patch_set)
     assert sorted(files) == sorted(patch_set.glob("*.patch"))
-    added: list[str] = []
+    added = []
     for patch in files:
         header = patch.read_text().partition("\n---\n")[0]
         assert [line.partition(":")[0] for line in header.splitlines() if not line.startswith(" ")] == list(HEADER)

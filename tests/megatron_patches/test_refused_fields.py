@@ -92,7 +92,6 @@ def test_a_field_that_later_versions_read_from_the_model_is_refused_before() -> 
     before, since = (
         refusal("TransformerConfig", "moe_single_grouped_weight", True, version) for version in ("0.18.2", "0.19.2")
     )
-    assert before is not None
     assert (before.section, before.field) == ("TransformerConfig", "moe_single_grouped_weight")
     assert before.remedy == "Leave it at False"
     assert since is None
@@ -102,7 +101,6 @@ def test_a_list_of_accepted_values_is_accepted() -> None:
     name = "moe_router_load_balancing_type"
     assert refusal("TransformerConfig", name, ["aux_loss", "seq_aux_loss"]) is None
     item = refusal("TransformerConfig", name, ["aux_loss", "quantile_balancing"])
-    assert item is not None
     assert item.remedy == "Use aux_loss or seq_aux_loss or global_aux_loss or none"
 
 

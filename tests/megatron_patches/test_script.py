@@ -31,6 +31,7 @@ from megatron_patches import engines, script
 from megatron_patches.__main__ import folder, run_script
 from megatron_patches.engines import ReshardingOptions, add_arguments
 from megatron_patches.patch import is_applied, patches_of, release_of
+from tests.harness.values import Values
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -206,7 +207,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
     )
 
 
-def last_line(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def last_line(result: subprocess.CompletedProcess[str]) -> Values:
     """Return the last line of the script's output, parsed as JSON. Fails if the script failed."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -239,7 +240,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     megatron_patches.revert()
 
 
-def run(capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True) -> dict[str, Any]:
+def run(capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True) -> Values:
     """Run the script in this process; return the last line of its output."""
     if launcher:
         run_script(str(tree), flags)
@@ -418,12 +419,12 @@ def test_helpers_are_compiled_if_they_are_missing_or_have_a_makefile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wheel has compiled helpers but no Makefile: `make` would end the script."""
-    called: list[str] = []
+    called = []
     namespace = {"__file__": str(tmp_path / "utils.py"), "called": called}
     exec("def compile_helpers(): called.append('make')", namespace)
     (patch,) = (patch for patch in script.PATCHES if patch.name == "script.compiled_helpers")
     compile_helpers = patch.build(namespace["compile_helpers"])
-    specs: list[object] = [object()]
+    specs = [object()]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[0])
     compile_helpers()
     assert called == []
@@ -505,7 +506,7 @@ def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: st
 
 def test_rank_0_reports_errors_before_the_other_ranks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher then ends the other ranks; a rank that fails alone reports after the wait."""
-    waits: list[float] = []
+    waits = []
     # of the script alone: a thread of another test may sleep in a loop
     monkeypatch.setattr(script, "time", SimpleNamespace(sleep=waits.append))
     for rank, expected in (("0", []), ("1", [10.0])):
