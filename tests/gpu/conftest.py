@@ -296,7 +296,6 @@ class _Process:
 
     @property
     def _how(self) -> str:
-        assert self._ended is not None
         assert self._ended.status is not None
         status = self._ended.status
         return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"

@@ -76,7 +76,7 @@ class TestMemory:
         """Measure the cost of a chunk, which switches and readers pay for each."""
         chunk = device_pages.CHUNK_NBYTES
         address = driver.reserve(NUM_MAPPED * chunk)
-        taken: list[tuple[int, object]] = []
+        taken = []
 
         def take() -> None:
             for index in range(NUM_MAPPED):

@@ -32,6 +32,7 @@ from hybrid_engine.tools.verify.machine import GIB
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from tests.gpu.conftest import Note
 from tests.gpu.small_job import GREEDY, SmallJob, differences
+from tests.harness.values import Values
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
@@ -48,7 +49,7 @@ SCALE = 0.02  # Standard deviation of random weights.
 
 
 @pytest.fixture(scope="module")
-def job(device: str, shared: Path, vllm_arguments: dict[str, Any]) -> SmallJob:
+def job(device: str, shared: Path, vllm_arguments: Values) -> SmallJob:
     return SmallJob(shared, device, eager=True, vllm=vllm_arguments)
 
 

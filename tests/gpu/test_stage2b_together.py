@@ -39,6 +39,7 @@ from tests.gpu.conftest import Note
 from tests.gpu.process_state import FROZEN, ProcessState
 from tests.gpu.sizes import NUM_SWITCHES, SLACK, is_software_gpu, most_in_switches
 from tests.gpu.small_job import GREEDY, Answer, SmallJob, differences
+from tests.harness.values import Values
 
 if TYPE_CHECKING:
     from hybrid_engine.config import HybridConfig
@@ -194,7 +195,7 @@ class Engines:
 
     def shut_down(self) -> list[str]:
         """Shut the worker down while vLLM sleeps; return leftovers, except device memory."""
-        models: dict[str, weakref.ref[object]] = {
+        models = {
             "vLLM's model": weakref.ref(self.worker.inference.adaptor.model),
             "the trainer": weakref.ref(self.worker.train),
         }
@@ -218,9 +219,7 @@ class Together:
     eager: bool
 
     @pytest.fixture(scope="class")
-    def engines(
-        self, request: pytest.FixtureRequest, device: str, shared: Path, vllm_arguments: dict[str, Any]
-    ) -> Engines:
+    def engines(self, request: pytest.FixtureRequest, device: str, shared: Path, vllm_arguments: Values) -> Engines:
         return Engines(SmallJob(shared, device, request.cls.eager, vllm_arguments))
 
     @pytest.fixture(scope="class")

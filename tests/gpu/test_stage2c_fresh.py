@@ -38,7 +38,7 @@ def fresh_completions(
     from vllm.platforms import current_platform
 
     settings = replace(settings, model_dir=checkpoint)
-    arguments: Values = llm_arguments(settings, current_platform.device_type)
+    arguments = llm_arguments(settings, current_platform.device_type)
     llm = LLM(**{name: value for name, value in arguments.items() if name not in _OURS})
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, sampling_params(sampling), use_tqdm=False)

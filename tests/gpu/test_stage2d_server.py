@@ -54,7 +54,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def config_of(job: SmallJob, url: str) -> HybridConfig:
-    values: Values = job.config().model_dump(exclude_unset=True)
+    values = job.config().model_dump(exclude_unset=True)
     del values["random_weights"]
     keys = ("verify", "bucket_mb", "timeout_seconds")
     generate = {key: value for key, value in values["generate_config"].items() if key in keys}
@@ -65,8 +65,8 @@ def config_of(job: SmallJob, url: str) -> HybridConfig:
 def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
     """Publish and withdraw repeatedly; compare the first and last completions."""
     expected = job.read_answers()
-    training: list[int] = []
-    inferring: list[int] = []
+    training = []
+    inferring = []
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     with ExitStack() as ends:
         inherited = {name: value for name, value in os.environ.items() if name in INHERITED}

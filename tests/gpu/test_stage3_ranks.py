@@ -21,6 +21,7 @@ from hybrid_engine.tools.verify.verify import run_cases
 from tests.gpu.conftest import Note
 from tests.gpu.sizes import MEMORY_SHARE, sizes_of
 from tests.gpu.test_stage1_memory import REPEAT, judge, pulled
+from tests.harness.values import Values
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN3_8B, QWEN3_30B_A3B
 
@@ -68,7 +69,8 @@ LAYOUTS = {
 
 def verify(layouts: Layouts, vllm: Mapping[str, Any], directory: Path, note: Note) -> None:
     (verdict,) = run_cases([layouts.case(vllm, directory)], layouts.num_ranks, SECONDS)
-    note(f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s", seconds=verdict.seconds)
+    seconds = verdict.seconds
+    note(f"{verdict.num_parameters} parameters bitwise in {seconds:.0f} s", seconds=seconds)
     assert not verdict.faults
 
 
@@ -86,9 +88,7 @@ class TestReading:
         with target_named("cuda:0") as target:
             judge(figures[name], target, note)
 
-    def test_layout(
-        self, figures: dict[str, Timing], vllm_arguments: dict[str, Any], tmp_path: Path, note: Note
-    ) -> None:
+    def test_layout(self, figures: dict[str, Timing], vllm_arguments: Values, tmp_path: Path, note: Note) -> None:
         verify(BY_READING, vllm_arguments, tmp_path, note)
 
 
@@ -97,5 +97,5 @@ class TestLayouts:
         "layouts",
         [pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_ranks)) for name, case in LAYOUTS.items()],
     )
-    def test_layout(self, layouts: Layouts, vllm_arguments: dict[str, Any], tmp_path: Path, note: Note) -> None:
+    def test_layout(self, layouts: Layouts, vllm_arguments: Values, tmp_path: Path, note: Note) -> None:
         verify(layouts, vllm_arguments, tmp_path, note)

@@ -11,7 +11,9 @@ from unittest import mock
 
 import torch
 
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.values import Values
 
 BLOCK = 128
 PUBLISHED_FP8 = {
@@ -20,7 +22,7 @@ PUBLISHED_FP8 = {
 }
 """quantization_config of published checkpoints, without their `modules_to_not_convert`."""
 
-MODELOPT: dict[str, Any] = {
+MODELOPT: Values = {
     **{"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
     "config_groups": {
@@ -37,7 +39,7 @@ SCHEMES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4A16"}
 FORMATS = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 
 
-def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> dict[str, Any]:
+def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> Values:
     """Return the quantization_config of a published checkpoint."""
     if method == "fp8":
         return {**PUBLISHED_FP8, "modules_to_not_convert": list(excluded)}
@@ -117,7 +119,7 @@ def _by_modelopt(weight: torch.Tensor, largest: float | None) -> TensorDict:
     return {"weight": packed, "weight_scale": scales, "weight_scale_2": of_tensor.view(1)}
 
 
-def dequantised(method: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantised(method: str, tensors: Batch) -> torch.Tensor:
     """Return the weight, in float32, that a kernel computes with."""
     if method in ("fp8", "ue8m0"):
         return _spread(tensors["weight"].float(), tensors["weight_scale_inv"])
@@ -148,7 +150,7 @@ FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules that vLLM fuses, for which llm-compressor writes one tensor-wide scale."""
 
 
-def quantised_checkpoint(method: str, weights: Mapping[str, torch.Tensor], names: Collection[str]) -> TensorDict:
+def quantised_checkpoint(method: str, weights: Batch, names: Collection[str]) -> TensorDict:
     """Return the tensors of a published checkpoint, in which the weights `names` are quantised."""
     tensors = {name: tensor for name, tensor in weights.items() if name not in names}
     for name in names:
@@ -161,7 +163,7 @@ def quantised_checkpoint(method: str, weights: Mapping[str, torch.Tensor], names
     return tensors
 
 
-def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> TensorDict:
+def dequantised_checkpoint(method: str, tensors: Batch) -> TensorDict:
     """Return the weights, in float32, of a published checkpoint."""
     ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
     weights = {}
@@ -175,7 +177,7 @@ def dequantised_checkpoint(method: str, tensors: Mapping[str, torch.Tensor]) -> 
     return weights
 
 
-def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_checkpoint(path: Path, tensors: Batch) -> None:
     """Write a checkpoint beside its config.json."""
     from safetensors.torch import save_file
 

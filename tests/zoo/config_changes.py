@@ -17,13 +17,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tests.harness.values import Values
 from tests.zoo.families import FAMILIES, SERVED_SIZES
 
-Change = dict[str, Any]
+Change = Values
 NUM_POSITIONS = 256
 
 
-def wide_config(family: str) -> dict[str, Any]:
+def wide_config(family: str) -> Values:
     """Return a config of any family for vLLM's kernels, in float32 and for longer sequences."""
     length = {"n_positions": NUM_POSITIONS} if family == "gpt2" else {"max_position_embeddings": NUM_POSITIONS}
     sizes = {**SERVED_SIZES, **FAMILIES[family].served}
@@ -87,7 +88,7 @@ _SCALED = {"factor": 2.0, "original_max_position_embeddings": NUM_POSITIONS // 2
 _YARN = {"rope_type": "yarn", **_SCALED}
 _LLAMA3 = {"rope_type": "llama3", **_SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-ROTATIONS: list[dict[str, Any]] = [
+ROTATIONS: list[Values] = [
     *({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic", "proportional", "unknown")),
     *({"type": kind, "factor": 2.0} for kind in ("linear", "yarn", "su")),
     *({"rope_type": "dynamic", "factor": 2.0, **more} for more in ({"alpha": 1000.0}, _SCALED)),
@@ -126,7 +127,7 @@ def changes_of(family: str) -> list[Change]:
     return [change for change in distinct.values() if {**config, **change} != config]
 
 
-def _changes(family: str, config: dict[str, Any]) -> Iterator[Change]:
+def _changes(family: str, config: Values) -> Iterator[Change]:
     values = {key: _other_values(value) for key, value in _own_values(family, config).items()} | VALUES
     yield from ({key: value} for key, options in values.items() for value in options)
     for rotation in ROTATIONS:
@@ -137,7 +138,7 @@ def _changes(family: str, config: dict[str, Any]) -> Iterator[Change]:
     yield from TOGETHER
 
 
-def _own_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
+def _own_values(family: str, config: Values) -> Values:
     """Return the family's keys with their values, or with the defaults of missing keys."""
     import transformers
 

@@ -11,7 +11,7 @@ kernels need, dequantisation of whatever torch computes with them. Its kernels a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 from unittest import mock
@@ -219,7 +219,7 @@ def in_megatron() -> Iterator[None]:
             dist.all_reduce(whole, group=group)
             weight.quantize_(whole.view(weight.shape))
 
-    replaced: dict[str, Callable[..., object] | type | bool] = {
+    replaced = {
         **{"HAVE_TE_FP8_TENSOR_CLASS": True, "FP8_TENSOR_CLASS": QuantizedTensor, "MXFP8Tensor": MXFP8Tensor},
         **{"HAVE_TE_MXFP8TENSOR": True, "_modify_underlying_storage_impl": move, "_quantize_param_shard_impl": cast},
         "is_te_min_version": lambda *_: True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Layout, Shard
 from hybrid_engine.trainer.batches import chunked_scores
@@ -140,7 +141,7 @@ def whole_weights(weights: Any) -> TensorDict:
     Returns them on every rank, in host memory. Raises AssertionError if ranks hold different values
     of a region.
     """
-    by_rank: list[Any] = [None] * dist.get_world_size()
+    by_rank = [None] * dist.get_world_size()
     buffers = {name: flat.cpu().clone() for name, flat in weights.buffers().items()}
     dist.all_gather_object(by_rank, (weights.layout(), buffers))
     layout = Layout.merge(rank_layout for rank_layout, _ in by_rank)
@@ -153,7 +154,7 @@ def whole_weights(weights: Any) -> TensorDict:
     return tensors
 
 
-def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+def view_of(buffers: Batch, shard: Shard) -> torch.Tensor:
     """Return the part of a flat buffer that a record describes."""
     place = shard.place
     flat = buffers[place.buffer.name]
@@ -167,9 +168,7 @@ def region_slices(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
 
 
-def negative_log_likelihood(
-    _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, TensorDict]:
+def negative_log_likelihood(_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
     """Return the loss, and a report that shares its memory, as reports of users may."""
     loss = -log_probs.mean()
     return loss, {"loss": loss.detach()}
@@ -208,7 +207,7 @@ def trained_by_transformers(path: Path) -> Trained:
         parameters, lambda: -log_probs().mean(), num_steps=2, weight_decay=WEIGHT_DECAY, eps=ADAM_EPS
     )
     assert losses[1] < losses[0], "the reference does not learn"
-    weights: TensorDict = {}
+    weights = {}
     if dist.get_rank() == 0:  # transformers saves on rank 0 alone
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)

@@ -4,11 +4,12 @@ architecture. They stand in published_configs.yaml."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+from tests.harness.values import Values
+
+_CONFIGS: dict[str, Values] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 LLAMA_2_7B = _CONFIGS["LLAMA_2_7B"]
 LLAMA_3_8B = _CONFIGS["LLAMA_3_8B"]
@@ -28,7 +29,7 @@ GPT2 = _CONFIGS["GPT2"]
 QWEN_1_5_MOE = _CONFIGS["QWEN_1_5_MOE"]
 DEEPSEEK_V2 = _CONFIGS["DEEPSEEK_V2"]
 
-PUBLISHED: dict[str, dict[str, Any]] = _CONFIGS["PUBLISHED"]
+PUBLISHED: dict[str, Values] = _CONFIGS["PUBLISHED"]
 
-PUBLISHED_VISION: dict[str, dict[str, Any]] = _CONFIGS["PUBLISHED_VISION"]
+PUBLISHED_VISION: dict[str, Values] = _CONFIGS["PUBLISHED_VISION"]
 """Models of images and text."""

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybrid_engine.backends.fsdp.names import transformers_model
-from hybrid_engine.ranks.torch_internals import TensorDict
 
 
 def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:
@@ -57,7 +56,7 @@ def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
     torch.manual_seed(seed)
     # Eager attention honours all settings, such as Gemma's soft cap.
     config = AutoConfig.from_pretrained(path, attn_implementation="eager", **changes)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config).float()
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
             if tensor.is_floating_point():
@@ -67,8 +66,8 @@ def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
 
 def save(model: torch.nn.Module, path: Path, dtype: torch.dtype) -> None:
     """Write the weights by transformers on rank 0 and keep the existing config.json. Collective."""
-    state: TensorDict = {}
-    seen: set[int] = set()
+    state = {}
+    seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:  # A tied head is the embedding.
             whole = _whole(tensor.detach())

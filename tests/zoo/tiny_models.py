@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.processes import wait_until
@@ -129,8 +130,8 @@ def adamw(
     parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
     """Return torch's AdamW with Megatron's betas; as in Megatron, norms and biases have no weight decay."""
-    decayed: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
+    decayed = []
+    others = []
     for parameter in parameters:
         (decayed if parameter.dim() > 1 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -158,7 +159,7 @@ def train_by_torch(
     return losses, norms
 
 
-def build_mtp_layer(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], layer: int) -> torch.nn.Module:
+def build_mtp_layer(model: torch.nn.Module, tensors: Batch, layer: int) -> torch.nn.Module:
     """Build transformers' layer for multi-token prediction from the checkpoint `tensors` of layer
     `layer`.
 
@@ -185,7 +186,7 @@ def build_mtp_layer(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor],
     return result
 
 
-def mtp_losses(path: Path, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> list[float]:
+def mtp_losses(path: Path, model: torch.nn.Module, batch: Batch) -> list[float]:
     """Return the mean loss of each layer for multi-token prediction, computed with transformers'
     layers.
 

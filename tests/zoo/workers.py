@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tiny_models import token_batch
@@ -59,7 +60,7 @@ def batch(seed: int) -> TensorDict:
     return token_batch(seed, num_sequences=8, length=SEQ_LENGTH)
 
 
-def cross_entropy(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
+def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
     """Return a loss, and a report that is still part of the graph."""
     loss = -log_probs.mean()
     return loss, {"loss": loss}

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def compared(model: Model) -> Verdict:
             trained = engine.train.probe(tokens).log_probs
         expected = following_log_probs(log_probs, tokens, engine.table.dims.vocab_size)
         verdict.training = float((trained - expected).abs().max())
-        verdicts: list[Any] = [None] * torch.distributed.get_world_size()
+        verdicts = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(verdicts, verdict)
     return join(verdicts)
 

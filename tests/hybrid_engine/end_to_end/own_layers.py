@@ -51,7 +51,7 @@ def let_vllm_route_by_sigmoids() -> None:
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-    compute: Any = CPURouter._compute_routing
+    compute = CPURouter._compute_routing
 
     def compute_by_groups(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
@@ -74,7 +74,7 @@ def with_norms_over_heads(config: TransformerConfig) -> TransformerBlockSubmodul
 def with_gated_delta_nets(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return layers with gated delta nets, of which every fourth has gated attention instead."""
     # A module, and since megatron-core 0.19 a package.
-    imported: Any = getattr(gated_delta_net, "common", gated_delta_net)
+    imported = getattr(gated_delta_net, "common", gated_delta_net)
     imported.HAVE_FLA = True
     imported.l2norm = _l2norm
     layers = []

@@ -137,7 +137,7 @@ def built() -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def warnings_of_prepare() -> Iterator[list[str]]:
     """Collect the log messages of `hybrid_engine` in the block that name `prepare`."""
-    kept: list[str] = []
+    kept = []
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

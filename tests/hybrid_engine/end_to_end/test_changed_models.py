@@ -33,7 +33,6 @@ def outcome(engine: SwitchContexts, change: Change) -> str:
     try:
         with engine.rollout_context():
             report = engine.sharding.last_report
-            assert report is not None
             return "compared" if "compute" in report.seconds_by_phase else "passed"
     except HybridEngineError as error:
         return f"{error.code}: {error}"
@@ -98,7 +97,7 @@ def stepped(model: Any) -> Change:
 def with_fsdp(directory: Path, shard: bool) -> Iterator[tuple[SwitchContexts, dict[str, Change]]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    model: Any = sharded_models.from_config(directory)
+    model = sharded_models.from_config(directory)
     with HybridEngine(
         model=model, rollout_config=ROLLOUT, train_config={} if shard else None, **({} if shard else {"shard": False})
     ) as engine:
@@ -168,7 +167,7 @@ def test_a_changed_model_is_compared_again(paths: dict[str, Path], case: str) ->
         if case == "sharded":
             # Without its experts a router that ignores its bias may pass the comparison.
             with engine.rollout_context():
-                vllm: Any = engine.sharding.caches  # type: ignore[attr-defined]
+                vllm = engine.sharding.caches  # type: ignore[attr-defined]
                 assert len(vllm.probe(torch.arange(8)[None]).routes) == 3, "each layer that has experts"
         for name, change in changes.items():
             changed, after = codes[name]

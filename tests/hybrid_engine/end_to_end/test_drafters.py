@@ -102,7 +102,7 @@ def served_versions(worker: ActorHybridWorker, checkpoints: Path, num_steps: int
                 worker.update(counting(100 * version + step), workers.cross_entropy)
         path = checkpoints / f"version{version}"
         worker.save_hf_checkpoint(path)
-        filled: TensorDict = {}
+        filled = {}
         drafts = Drafts()
         keep = functools.partial(keep_copy, filled)
         with worker.inference.adaptor.observed(keep), worker.rollout_context(), drafts.counted(worker.inference.llm):

@@ -19,6 +19,7 @@ from hybrid_engine.compute_check.gap import tokens_within
 from hybrid_engine.compute_check.probes import ProbeLimits
 from hybrid_engine.errors import ConfigError, HybridEngineError
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.test_live_attention import config_of, vllm_readings
 from tests.hybrid_engine.models.small_configs import SMALL, VARIANTS, variant_config
 from tests.zoo.families import FAMILIES, write_config
@@ -52,7 +53,7 @@ MOST_SEEN = [
 NOT_BUILT_HERE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
 
 
-def of_each(judge: Callable[[Path, str], Any], directory: str, names: list[str]) -> dict[str, Any]:
+def of_each(judge: Callable[[Path, str], Any], directory: str, names: list[str]) -> Values:
     dist.init_process_group("gloo")
     return {name: judge(Path(directory, str(index)), name) for index, name in enumerate(names)}
 
@@ -62,7 +63,7 @@ def reading(directory: Path, name: str) -> str:
     config = config_of(name, {"max_position_embeddings": 512}) if name in FAMILIES else variant_config(name)
     write_config(directory, config)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     settings = model.config.to_dict()
     original = original_length(settings)
     of_trainer = recorded(model)
@@ -76,7 +77,6 @@ def reading(directory: Path, name: str) -> str:
     trainer = live_attention(live, of_trainer.calls, positions)
     windows = {layer.window or 0 for layer in layers.values()}
     _, tokens = tokens_within([ProbeLimits(max_length=MAX_MODEL_LEN - 1)], windows)
-    assert tokens is not None
     unreached, _ = attention_differences(grouped(trainer), grouped(layers), MAX_MODEL_LEN - 1, tokens.shape[1])
     return "attention-differs" if unreached else ""
 
@@ -86,7 +86,7 @@ def verdict(directory: Path, name: str) -> str | float:
     config = variant_config(name)
     write_config(directory, config)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]

@@ -19,6 +19,7 @@ from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import violations_of
 from tests.harness.launch import on_engines
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.hybrid_engine.end_to_end.test_quantised_rollouts import (
     GREEDY,
@@ -106,7 +107,7 @@ def built(path: Path, case: Case, **sizes: int) -> Iterator[tuple[Any, Any]]:
         bf16=True,
     )
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    model: Any = GPTModel(config, spec, vocab_size=128, max_sequence_length=64, position_embedding_type="rope")
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=64, position_embedding_type="rope")
     model = Float16Module(config, model)
     with made_up_fp8.in_megatron():
         made_up_fp8.quantise_linear_layers(model, getattr(made_up_fp8, case.kind), first_layer=1)
@@ -177,8 +178,8 @@ def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Te
 
     from tests.zoo.made_up_fp8 import QuantizedTensor
 
-    whole: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
+    whole = {}
+    of_ranks = [None] * dist.get_world_size()
     for name, parameter in unwrap_model(model).named_parameters():
         stored = parameter.detach()
         for kept in (False, True):
@@ -229,7 +230,7 @@ def _split(
         *_, expert, layer, _ = inner.split(".")
         prefix += f"mlp.experts.{2 * dist.get_rank() + int(expert)}."
         inner = f"mlp.{layer}.weight"
-    pieces: dict[str, list[Any]] = {}
+    pieces = {}
     for parts in (tensors, scales):
         for key, tensor in _pieces(inner or name, parts).items():
             target = names.get(key, key)
@@ -270,7 +271,7 @@ def num_in_8_bits(parameters: TensorDict) -> int:
     return sum(tensor.dtype is torch.float8_e4m3fn for tensor in parameters.values())
 
 
-def checkpoint(tensors: dict[str, Any], method: str) -> TensorDict:
+def checkpoint(tensors: Values, method: str) -> TensorDict:
     """Return a published checkpoint: scales of blocks from those of elements, and the first layer quantised here."""
     stored = {}
     for name, (tensor, scales) in tensors.items():

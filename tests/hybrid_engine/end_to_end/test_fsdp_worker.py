@@ -55,7 +55,7 @@ class Alone:
 
 
 def train_alone(model: Path, actor: Values) -> Alone:
-    kept: list[int] = []
+    kept = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor.nbytes)
@@ -216,7 +216,7 @@ def test_calls_are_refused_in_a_rollout_and_after_the_end(model: Path, tmp_path:
 
 def run_snippets(worker: ActorHybridWorker) -> None:
     """Run the snippets of docs/generation.md in order; all ranks have the same answers."""
-    names: Values = {"worker": worker}
+    names = {"worker": worker}
     page = (REPO_ROOT / "docs" / "generation.md").read_text()
     for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(snippet, "docs/generation.md", "exec"), names)

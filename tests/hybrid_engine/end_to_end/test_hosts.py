@@ -46,7 +46,7 @@ def switched_on(model: Path, hosts: str) -> tuple[list[dict[str, str]], tuple[in
         patch.setattr(rank_tree, "MAX_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
         job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
     worker = ActorHybridWorker(config, job=job)
-    digests: list[dict[str, str]] = [{}, {}]
+    digests = [{}, {}]
     for seed, digests_by_name in enumerate(digests):
         digested = worker.inference.adaptor.observed(
             lambda name, tensor, kept=digests_by_name: kept.update({name: digest(tensor)})

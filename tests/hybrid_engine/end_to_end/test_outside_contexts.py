@@ -115,7 +115,7 @@ def test_training_state_of_fsdp_is_refused_until_it_returns(directory: Path) -> 
     with engine.train_context():
         whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         moments = optimizer.state_dict()
-    calls: Calls = {
+    calls = {
         "state_dict": model.state_dict,
         "state_dict of a layer": model.model.layers[0].state_dict,
         "load_state_dict": lambda: model.load_state_dict(whole),

@@ -19,6 +19,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import has_violation, refused
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.torch_modes import other_torch_modes
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.zoo import block_formats, sharded_models, workers
 from tests.zoo.families import served_config, write_config
@@ -61,7 +62,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 def switch(engine: Any) -> TensorDict:
     """Switch to vLLM, which verifies every tensor, and back; return vLLM's parameters."""
-    parameters: TensorDict = {}
+    parameters = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         parameters[name] = tensor.detach().clone()
@@ -136,7 +137,7 @@ def _gap(path: Path, weights: TensorDict, rows: list[list[int]], scored: torch.T
     config = {**json.loads((path / "config.json").read_text()), "quantization_config": None}
     directory = write_config(path / f"of rank {dist.get_rank()}", config)
     block_formats.write_checkpoint(directory, {name: tensor.float() for name, tensor in weights.items()})
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.tensor(rows)
     with torch.no_grad():
         log_probs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
@@ -160,7 +161,7 @@ EXPERTS: dict[str, tuple[str, int, int, bool]] = {
     "experts, ModelOpt's nvfp4, vLLM's TP 2": ("modelopt", 2, 128, True),
 }
 TP2 = {"params_dtype": "bfloat16", "tensor_model_parallel_size": 2}
-MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
+MEGATRON: dict[str, tuple[str, Values]] = {
     "megatron, fp8": ("fp8", TP2),
     "megatron with LoRA, fp8": ("fp8", {**TP2, "lora": {"rank": 4, "alpha": 8.0}}),
     "megatron, nvfp4": ("nvfp4", TP2),
@@ -192,7 +193,7 @@ def test_rollouts_of_fsdp2_are_those_of_a_published_checkpoint(tmp_path: Path, c
     of_experts = block_formats.experts_in_torch() if has_experts else contextlib.nullcontext()
     with block_formats.kernels_in_torch(), of_experts:
         for quantization in (None, "none"):
-            model: Any = sharded_models.from_config(tmp_path)
+            model = sharded_models.from_config(tmp_path)
             # Checkpoints in nvfp4 have scales of activations, which a trainer lacks.
             scheme = "NVFP4" if method == "nvfp4" else ""
             # ModelOpt's exclusions are parts of names, and `mlp.gate` is one of `mlp.gate_up_proj`.
@@ -265,7 +266,7 @@ def check_shares(method: str, nbytes: list[int]) -> None:
     assert least < quantised / plain < most
 
 
-def engine_of(model: Any, path: Path, settings: dict[str, Any]) -> HybridEngine:
+def engine_of(model: Any, path: Path, settings: Values) -> HybridEngine:
     return HybridEngine(
         model=model,
         rollout_config={"model": str(path), **settings},

@@ -66,8 +66,8 @@ def test_losses_and_state_are_bitwise_those_of_training_without_switches(model: 
 def train_with_switches(model: Path, actor: Values) -> tuple[list[float], Values]:
     """Return the losses and the digests of the state; check that nothing of the worker is left."""
     worker = workers.build_worker(model, actor)
-    losses: list[float] = []
-    offloaded: list[float] = []
+    losses = []
+    offloaded = []
     for number in range(NUM_UPDATES):
         with worker.train_context():
             losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
@@ -96,7 +96,7 @@ def shut_down(worker: ActorHybridWorker) -> bool:
     model = weakref.ref(worker.inference.adaptor.model)
     referring = (worker, worker.sharding)
     vllm_worker = core_of(worker.inference.llm).model_executor.driver_worker
-    outlives: list[bool] = []
+    outlives = []
     end = vllm_worker.shutdown
     vllm_worker.shutdown = lambda: (end(), outlives.append(model() is not None))
     worker.shutdown()

@@ -23,6 +23,7 @@ from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import ArgumentError, BatchError, ComputationError
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl import converse
 from hybrid_engine.switch.states import State
@@ -74,11 +75,11 @@ def configuration(model: Path, generate: Mapping[str, Any], **actor: Any) -> Hyb
     return load_config(values, 2)
 
 
-def cross_entropy(batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> torch.Tensor:
+def cross_entropy(batch: Batch, log_probs: torch.Tensor) -> torch.Tensor:
     return -(log_probs * batch["weights"]).sum(1).mean()
 
 
-def reference_log_probs(checkpoint: Path, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def reference_log_probs(checkpoint: Path, batch: Batch) -> torch.Tensor:
     """Return log-probabilities [B, S] of the labels by transformers, row by row.
 
     Tokens of images and videos are left out, because neither engine draws them.
@@ -137,7 +138,6 @@ def switch(model: Path, directory: Path) -> None:
             assert (scores[is_drawn].view(drawn.shape) - drawn).abs().max() < tolerance
             worker.update(batch, cross_entropy)
     report = worker.sharding.last_report
-    assert report is not None
     assert report.bytes_received == report.bytes_least
     assert {"preprocessor_config.json", "tokenizer.json"} <= {path.name for path in checkpoint.iterdir()}
     assert groups[0][0].logprobs != groups[3][0].logprobs, "the image has no effect"
@@ -227,7 +227,6 @@ def frozen(model: Path, directory: Path) -> None:
     for _ in range(3):
         with worker.rollout_context():
             report = worker.sharding.last_report
-            assert report is not None
             moved.append((report.bytes_own + report.bytes_received, report.bytes_skipped))
             groups = worker.generate_sequences([chat_of(image_of(0)), chat_of(image_of(1))], SAMPLED)
         answers = [completion for group in groups for completion in group]

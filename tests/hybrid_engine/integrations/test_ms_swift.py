@@ -24,6 +24,7 @@ from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
 from tests.harness.errors import has_code, has_violation, has_violations
 from tests.harness.launch import Ranks
+from tests.harness.values import Values
 from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.hybrid_engine.integrations.test_trl import (
     CLOSE,
@@ -66,12 +67,12 @@ with_ms_swift = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> dict[str, Any]:
+def grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> Values:
     """Run `swift rlhf` in this process; return observations of rollouts and trained parameters."""
     os.environ["VLLM_PLUGINS"] = "hybrid_engine"  # ms-swift's plug-in needs torchvision
     from swift.pipelines.train.rlhf import SwiftRLHF
 
-    observed: dict[str, list[Any]] = {"states": [], "reports": [], "differences": []}
+    observed = {"states": [], "reports": [], "differences": []}
 
     class WatchedRlhf(SwiftRLHF):
         def train(self, trainer: Any) -> Any:
@@ -283,7 +284,7 @@ def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatc
 
 
 def test_requests_of_a_rollout_may_have_different_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+    calls = []
 
     def request_outputs(engine: Any, prompts: Any, samplings: Any) -> list[Any]:
         calls.append((prompts, samplings))

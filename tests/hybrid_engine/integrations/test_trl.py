@@ -27,7 +27,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_request
-from tests.harness.errors import has_code, has_violation, has_violations, violations_of
+from tests.harness.errors import has_code, has_violation, violated, violations_of
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Values, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_settings_are_refused(name: str) -> None:
     changes, violations = REFUSED[name]
-    with pytest.raises(ConfigError, check=has_violations(*violations)), ExitStack() as ends:
+    with violated(ConfigError, *violations), ExitStack() as ends:
         ours._ColocatedLlm(generation(**changes), {}, ends)
 
 
@@ -381,7 +381,7 @@ def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> Non
         transfer.init_weight_transfer()
     arguments = SimpleNamespace(vllm_server_base_url="http://127.0.0.1:8000", weight_sync_steps=2)
     monkeypatch.setenv(TOKEN, "secret")
-    sent: list[Any] = []
+    sent = []
 
     def send(adapter: HTTPAdapter, request: PreparedRequest, **_: Any) -> Response:
         sent.append(request)

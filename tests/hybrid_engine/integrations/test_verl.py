@@ -277,7 +277,7 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_untested_version_is_reported_also_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl drops errors of a plug-in's import, so the registered stub raises them again."""
-    registered: dict[str, Any] = {}
+    registered = {}
     registry = SimpleNamespace(register=lambda name: functools.partial(registered.__setitem__, name))
     base = SimpleNamespace(CheckpointEngineRegistry=registry)
     for name, module in {"verl": None, "verl.checkpoint_engine": None, "verl.checkpoint_engine.base": base}.items():

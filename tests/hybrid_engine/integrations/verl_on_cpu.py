@@ -19,6 +19,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from megatron_patches.cpu import cuda_names
+from tests.harness.values import Values
 
 
 def do_nothing(*_: Any, **__: Any) -> None:
@@ -121,7 +122,7 @@ def let_mbridge_build() -> None:
     Qwen2Bridge._MLP_MAPPING = {**Qwen2Bridge._MLP_MAPPING, **names}
 
 
-def let_megatron_bridge_build() -> dict[str, Any]:
+def let_megatron_bridge_build() -> Values:
     """Do the same for Megatron-Bridge; return fields for `override_transformer_config`."""
 
     for name in ("transformer_engine.pytorch", "transformer_engine"):

@@ -253,7 +253,7 @@ def run(path: str, url: str, mode: RolloutMode, builder: str) -> Values:
         return RayWorkerGroup(pool, actor_class, device_name="cpu")
 
     actors = group(2, Actor, path, engine_kwargs[ours.NAME], builder)
-    workers: list[Any] = []
+    workers = []
     if mode is RolloutMode.STANDALONE:
         rollout = group(1, CheckpointEngineWorker, config, model_config(path), replica_rank=0)
         workers = rollout.workers

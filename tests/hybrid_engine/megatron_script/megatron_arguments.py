@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from hybrid_engine.backends.megatron.megatron_config import described_config
 from hybrid_engine.models import table_for
 from megatron_patches.engines import ReshardingOptions
+from tests.harness.values import Values
 from tests.zoo.families import served_config
 
 LLAMA = served_config("llama")
@@ -51,7 +52,7 @@ ARGS = {
 }
 
 
-def transformer_config(hf: dict[str, Any] = LLAMA, **changes: Any) -> TransformerConfig:
+def transformer_config(hf: Values = LLAMA, **changes: Any) -> TransformerConfig:
     """Return the configuration of model `hf` with changes, which no constructor validates."""
     config = described_config(table_for(hf))
     config.bias_activation_fusion = True

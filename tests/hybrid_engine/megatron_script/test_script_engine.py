@@ -20,6 +20,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.report import ReshardReport
 from tests.harness.launch import on_engines
 from tests.harness.small_disks import file_size_limit
+from tests.harness.values import Values
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
 
@@ -62,18 +63,18 @@ class FakeWandb:
     """Stand-in for module `wandb`, which Megatron uses as its writer."""
 
     def __init__(self) -> None:
-        self.logged: dict[int, dict[str, Any]] = {}
+        self.logged: dict[int, Values] = {}
 
     def Table(self, columns: list[str], data: list[list[str]]) -> list[list[str]]:
         return [columns, *data]
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Values, step: int) -> None:
         self.logged.setdefault(step, {}).update(values)
 
 
 def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
-    scalars: dict[str, float] = {}
-    texts: dict[str, str] = {}
+    scalars = {}
+    texts = {}
     wandb = FakeWandb()
     script = SimpleNamespace(
         timers=Timers(),

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 
 NUM_ROUNDS = 2
@@ -39,7 +40,7 @@ GENERATE = {
 
 
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, Values] = {
     "ep2": {"expert_model_parallel_size": 2},
     "tp2 etp2": SPLIT,
     "tp2 ep2 etp1": {**SPLIT, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
@@ -198,8 +199,8 @@ def main(name: str, out: str, *directory: str) -> None:
     from hybrid_engine.ranks.job import join_process_group
 
     join_process_group(120)
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    result: Any = asdict(trained()) if name == "trained" else merged(Path(*directory))
+    by_rank = [None] * dist.get_world_size()
+    result = asdict(trained()) if name == "trained" else merged(Path(*directory))
     dist.all_gather_object(by_rank, result)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(by_rank))

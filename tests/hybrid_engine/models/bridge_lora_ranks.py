@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from hybrid_engine.ranks.torch_internals import TensorDict
+from tests.harness.values import Values
 from tests.hybrid_engine.models.bridge_ranks import built, compare_all, start
 
 
@@ -49,7 +50,7 @@ class SumComparison:
     not_reset: list[str] = field(default_factory=list)
 
 
-def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[str, Any]) -> SumComparison:
+def compare(directory: Path, sizes: Values, method: str, settings: Values) -> SumComparison:
     """Compare one model in one layout.
 
     Args:
@@ -88,7 +89,7 @@ def compare(directory: Path, sizes: dict[str, Any], method: str, settings: dict[
     adaptor.prepare()
     exported = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
     layout = adaptor.layout()
-    held: dict[str, float] = {}
+    held = {}
     for shard in layout.shards:
         name = shard.region.tensor
         # Megatron-Bridge exports the rows that pad the vocabulary.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.harness.values import Values
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 
 EXPERT_BIAS = "expert_bias"
@@ -41,7 +42,7 @@ class Comparison:
     exported_differently: list[str] = field(default_factory=list)
 
 
-def compare(directory: Path, sizes: dict[str, Any]) -> Comparison:
+def compare(directory: Path, sizes: Values) -> Comparison:
     """Compare one model in one layout.
 
     Args:
@@ -91,7 +92,7 @@ def compare(directory: Path, sizes: dict[str, Any]) -> Comparison:
     return result
 
 
-def built(bridge: Any, sizes: dict[str, Any]) -> list[torch.nn.Module]:
+def built(bridge: Any, sizes: Values) -> list[torch.nn.Module]:
     """Return the chunks of this rank, built by Megatron-Bridge's provider."""
     provider = bridge.to_megatron_provider(load_weights=False)
     values = {
@@ -132,7 +133,7 @@ def compare_all(compare_case: Callable[..., Any], job: str, out: str) -> None:
     results = {}
     for name, (directory, *case) in json.loads(Path(job).read_text()).items():
         comparison = compare_case(Path(directory), *case)
-        by_rank: list[Any] = [None] * dist.get_world_size()
+        by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, asdict(comparison))
         results[name] = by_rank
         destroy_parallel_state()

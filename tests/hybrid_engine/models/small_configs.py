@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tests.harness.values import Values
 
 SIZES = {
     "hidden_size": 128,
@@ -80,7 +80,7 @@ AFMOE = {
 }
 
 # Architecture -> keys of its config besides `SIZES`.
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, Values] = {
     "AfmoeForCausalLM": {"model_type": "afmoe", **EXPERTS, **AFMOE},
     "DeepseekV32ForCausalLM": {
         "model_type": "deepseek_v32",
@@ -173,7 +173,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(architecture: str) -> dict[str, Any]:
+def small_config(architecture: str) -> Values:
     """Return the contents of a config.json."""
     return {**SIZES, **SMALL[architecture], "architectures": [architecture]}
 
@@ -193,7 +193,7 @@ PUBLISHED_MXFP4 = {
 }
 
 # Variant -> its architecture, and keys of its config besides `SIZES`.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, Values]] = {
     "Exaone-4, layers without rotation": (
         "Exaone4ForCausalLM",
         {
@@ -331,7 +331,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def variant_config(name: str) -> dict[str, Any]:
+def variant_config(name: str) -> Values:
     """Return the contents of a config.json, of an architecture or a variant."""
     if name not in VARIANTS:
         return small_config(name)

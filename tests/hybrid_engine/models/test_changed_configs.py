@@ -47,6 +47,7 @@ from hybrid_engine.compute_check.probes import ProbeAnswer
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import ComputationError, HybridEngineError, PlanError
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import torch_defaults
 from tests.harness.launch import Ranks
@@ -95,7 +96,7 @@ class Trial:
     refusal: Verdict | None = None
     config: HybridConfig | None = None
     attention: Mapping[int, Attention] = field(default_factory=dict)
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: Batch = field(default_factory=dict)
     trained: torch.Tensor = field(default_factory=lambda: torch.full((NUM_TOKENS - 1,), torch.nan))
     served: torch.Tensor = field(default_factory=lambda: torch.full((NUM_TOKENS - 1,), torch.nan))
 

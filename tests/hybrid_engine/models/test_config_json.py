@@ -10,7 +10,7 @@ import pytest
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.families import TABLES, read_model
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.harness.values import Values
 from tests.zoo import published_configs as published
 from tests.zoo.families import FAMILIES, served_config, tiny_config, write_config
@@ -118,7 +118,7 @@ def test_invalid_values_are_refused_by_key(family: str, changes: Values, key: st
 
 
 def test_synonyms_of_implied_values_are_refused() -> None:
-    with pytest.raises(ConfigError, check=has_violations(("hidden_act", "unsupported-value"))):
+    with violated(ConfigError, ("hidden_act", "unsupported-value")):
         table_for(tiny_config("mixtral", hidden_act="swish"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from hybrid_engine.errors import ConfigError, UnknownModelError
 from hybrid_engine.models import TABLES, table_for
 from hybrid_engine.models.conventions import conventional_rules
 from hybrid_engine.models.derived import derived_table, model_class
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import has_violations, refused, violated
+from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.zoo.families import FAMILIES, tiny_config
 from tests.zoo.vision_models import SMALL_VISION
@@ -50,7 +50,7 @@ def test_a_derived_table_equals_a_saved_checkpoint(architecture: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("actor", "is_derived"), [({"fsdp": {}}, True), ({}, False)])
-def test_fsdp2_asks_no_written_table(actor: dict[str, Any], is_derived: bool, tmp_path: Path) -> None:
+def test_fsdp2_asks_no_written_table(actor: Values, is_derived: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
     actor = {"params_dtype": "float32", "seq_length": 32, **actor}
     config = load_config({"model": str(tmp_path), "random_weights": True, "actor_config": actor}, 1)
@@ -136,8 +136,8 @@ def test_tensors_ignored_by_the_class_are_ignored() -> None:
         ({**small_config("MistralForCausalLM"), "model_type": "nothing"}, ("builds no", "nothing")),
     ],
 )
-def test_a_model_without_a_class_is_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(UnknownModelError, check=has_code("unknown-architecture", *words)):
+def test_a_model_without_a_class_is_refused(config: Values, words: tuple[str, ...]) -> None:
+    with refused(UnknownModelError, "unknown-architecture", *words):
         table_for(config)
 
 
@@ -152,7 +152,7 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
     load_config({**values, "actor_config": {**actor, "fsdp": {}}}, 1)
 
     (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))
-    with pytest.raises(ConfigError, check=has_violations(("model", "not-built"))):
+    with violated(ConfigError, ("model", "not-built")):
         load_config({**values, "actor_config": actor}, 1)
     # The user builds the model.
     load_config({**values, "actor_config": actor}, 1, own_loop=True, own_weights=True)

@@ -45,7 +45,7 @@ class Case:
 
 
 def layout(ranks: int, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None):
-    actor: Values = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    actor = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     actor |= {"virtual_pipeline_model_parallel_size": vpp, "expert_model_parallel_size": ep}
     return ranks, {**actor, "expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
 

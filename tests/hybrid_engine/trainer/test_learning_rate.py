@@ -15,6 +15,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.fsdp.actor import _adam
 from hybrid_engine.trainer.learning_rate import ScheduledOptimizer, param_scheduler
 from tests.harness.errors import violated
+from tests.harness.values import Values
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
@@ -56,7 +57,7 @@ def values_of(optimizer: ScheduledOptimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), SCHEDULES.values(), ids=SCHEDULES)
-def test_trained_and_resumed_groups_have_megatrons_values(schedule: dict[str, Any], expected: list[float]) -> None:
+def test_trained_and_resumed_groups_have_megatrons_values(schedule: Values, expected: list[float]) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.05, schedule=schedule)
     groups = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
     megatron = ScheduledOptimizer(groups, param_scheduler(groups, config))

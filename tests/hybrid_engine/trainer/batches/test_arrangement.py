@@ -94,7 +94,6 @@ def test_gradients_reach_their_tokens() -> None:
     values = torch.zeros(1, 4, requires_grad=True)
     rows = single_micro_batch(masked_batch("_abc")).rows
     (rows.restore(values) * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
-    assert values.grad is not None
     assert values.grad.tolist() == [[2, 3, 4, 0]]
 
 
@@ -124,11 +123,9 @@ def test_ignored_labels_have_no_log_probability() -> None:
     batch = letter_batch("abcd")
     batch["labels"] = torch.tensor([[2, -100, 4, -100]])
     rows = single_micro_batch(batch).rows
-    assert rows.labels is not None
     assert rows.labels.min() >= 0  # a model cannot look up label -100
     assert rows.restore_log_probs(torch.ones(1, 4)).tolist() == [[1, 0, 1, 0]]
     assert rows.restore(torch.ones(1, 4)).tolist() == [[1, 1, 1, 1]]
-    assert rows.mask is not None
     assert rows.mask.tolist() == [[1, 0, 1, 0]]
 
 
@@ -136,11 +133,9 @@ def test_mtp_mask_excludes_padding_and_sequence_boundaries() -> None:
     """A position counts if the next token is in its sequence: Megatron shifts the mask by one."""
     sequence_ids = torch.tensor([[0, 1, 1, 2, 2, 2, 0, 0]])
     rows = single_micro_batch({**letter_batch("_abcde__"), "sequence_ids": sequence_ids}).rows
-    assert rows.mask is not None
     assert rows.mask.tolist() == [[0, 1, 0, 1, 1, 0, 0, 0]]
     batch = masked_batch("_ab_") | {"mask": torch.tensor([[1, 1, 0, 1]])}
     mask = single_micro_batch(batch).rows.mask
-    assert mask is not None
     assert mask.tolist() == [[1, 0, 0, 0]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import micro_batches
 from tests.harness.errors import violated
+from tests.harness.values import Values
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 COMPLETIONS = [[9], [1, 2, 3, 4], [5], [6, 7]]
@@ -122,7 +122,7 @@ class Sampled:
     temperature: float = 0.5
 
 
-REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+REFUSED: dict[str, tuple[Values, list[tuple[str, str]]]] = {
     "sequences that do not fit": (
         {"prompts": [[1] * 7, []], "completions": [[1], [2]]},
         [("prompts[0]", "sequence-too-long"), ("prompts[1]", "empty-prompt")],

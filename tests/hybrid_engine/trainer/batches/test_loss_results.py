@@ -45,7 +45,7 @@ def meet_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the next collectives include ranks with other losses."""
 
     def meet(*other_losses: CheckedLoss) -> None:
-        contributions: list[torch.Tensor] = []
+        contributions = []
 
         def record(values: torch.Tensor, **_: Any) -> None:
             contributions.append(values.clone())
@@ -145,7 +145,6 @@ def test_an_invalid_result_is_kept_as_the_fault(name: str) -> None:
     assert has_code(code)(checked.fault)
     assert report == {}
     loss.backward()
-    assert inputs.grad is not None
     assert not inputs.grad.any()
 
 
@@ -160,7 +159,6 @@ def test_a_failed_loss_is_not_called_again_and_keeps_its_cause() -> None:
     for _ in range(3):
         checked({}, log_probs())
     assert len(calls) == 1
-    assert checked.fault is not None
     assert isinstance(checked.fault.__cause__, ZeroDivisionError)
 
 
@@ -179,5 +177,4 @@ def test_any_loss_may_be_divided_in_place() -> None:
     loss, _ = CheckedLoss(lambda _batch, log_probs: log_probs.pow(2).mean().sqrt())({}, values)
     loss /= 4  # as Megatron does
     loss.backward()
-    assert values.grad is not None
     assert values.grad.sum().item() == pytest.approx(-1 / 4)

@@ -3,8 +3,6 @@ place."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +13,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import mean_weights, pack_rows
 from hybrid_engine.trainer.batches.arrangement import sequence_ids_of
 from tests.harness.errors import violated
+from tests.harness.values import Values
 
 WIDTH = 9
 
@@ -75,7 +74,7 @@ def test_every_token_returns_to_its_row(batch: TensorDict, multiple_of: int) -> 
 def test_long_rows_come_first_and_few_are_needed(batch: TensorDict) -> None:
     packed = pack_rows(batch)
     lengths = [place.length for place in packed.places]
-    by_row: dict[int, int] = {}
+    by_row = {}
     for place in packed.places:
         by_row[place.row] = by_row.get(place.row, 0) + place.length
     assert max(by_row.values()) <= WIDTH
@@ -97,7 +96,7 @@ def test_added_rows_shorten_the_others() -> None:
     assert (pack_rows(batch).batch["sequence_ids"] > 0).sum(dim=1).max() > 900
 
 
-def refused() -> dict[str, tuple[dict[str, Any], tuple[str, str]]]:
+def refused() -> dict[str, tuple[Values, tuple[str, str]]]:
     tokens = torch.ones(2, 4, dtype=torch.int64)
     return {
         "two sequences": (

@@ -66,7 +66,7 @@ def scored(dtype: Any, length: int, calls: Any) -> Any:
 
 def test_chunks_are_as_exact_as_whole_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        calls: Any = []
+        calls = []
         results = scored(torch.float64, 990, []), scored(dtype, 990, []), scored(dtype, 90, calls)
         assert calls == [90] * 22  # the logits of 11 chunks, which are not kept for the backward pass
         for exact, whole, chunked in zip(*results, strict=True):

@@ -154,7 +154,7 @@ def test_every_family_is_built(zoo: Zoo, family: str) -> None:
         model = unsharded_model(path, weights_of(engine))
         tokens = batch(0)["tokens"]
         torch.testing.assert_close(engine.logits(tokens), model(tokens).logits, atol=1e-5, rtol=0)
-        sizes: list[int] = []
+        sizes = []
         head = engine.model.model.get_output_embeddings()
         head.register_forward_hook(lambda _module, _inputs, logits: sizes.append(logits.nbytes))
         for one in (engine.model.model, model):  # what a user's hook and replacement do is done once

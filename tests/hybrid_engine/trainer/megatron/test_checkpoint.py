@@ -286,7 +286,7 @@ def whole_state(trainer: Any) -> TensorDict:
         optimizer = trainer.actor.optimizer
         members = [member for _, member in optimizer_members(optimizer)]
         stepped = [(part.tensor, part.optimizer.state[part.tensor]) for part in stepped_parts(optimizer)]
-    whole: TensorDict = {}
+    whole = {}
     kept = [tensor.detach().clone() for tensor, _ in stepped]
     for kind in ("exp_avg", "exp_avg_sq", ""):
         with torch.no_grad():

@@ -45,7 +45,7 @@ def step(path: Path, rows: Mapping[str, Batch], settings: Values) -> list[tuple[
         config = run.actor.transformer_config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, count
         for batch in rows.values():
-            counts: list[torch.Tensor] = []
+            counts = []
             for router in routers:
                 router.expert_bias.zero_()
             report = run.engine.train_step(share_of(run.engine, batch), loss)

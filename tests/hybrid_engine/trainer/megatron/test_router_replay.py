@@ -5,7 +5,7 @@ Every token has random experts in every layer, so that one that is shifted, or o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from hybrid_engine.errors import BatchError
+from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches import pack_rows
 from tests.harness.core_versions import INSTALLED
@@ -73,7 +74,7 @@ def batch_for(model: str) -> TensorDict:
     return batch_of(config.num_hidden_layers, num_experts, config.num_experts_per_tok)
 
 
-def ways_of(batch: Mapping[str, torch.Tensor]) -> dict[str, TensorDict]:
+def ways_of(batch: Batch) -> dict[str, TensorDict]:
     """Return the sequences in rows without padding, padded on the left, and packed."""
     empty = {"tokens": 0, "labels": 0, "routed_experts": 0}
     padded = {}

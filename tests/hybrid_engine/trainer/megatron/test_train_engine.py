@@ -109,8 +109,8 @@ class Stepped:
 
 
 def step(path: Path, settings: Values) -> Stepped:
-    kept: list[int] = []
-    ends: list[int] = []
+    kept = []
+    ends = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor.nbytes)

@@ -149,7 +149,7 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
     config = load_config(values, int(os.environ["WORLD_SIZE"]))
     batch = make_batch()
     with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
-        worker: Any = SimpleNamespace(  # attributes that a critic needs, without vLLM
+        worker = SimpleNamespace(  # attributes that a critic needs, without vLLM
             config=config,
             job=job,
             ends=ends,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ def test_a_mask_without_its_batch_is_refused() -> None:
     packed = pack([[1], [2]], [[5, 6], [7, 8]], seq_length=4)
     mask = packed.batch["mask"]
     assert mask.tolist() == [[1, 1, 1, 1]]
-    calls: list[Callable[[Any], object]] = [
+    calls = [
         lambda batch: generalized_advantages(mask, mask, batch),
         lambda batch: align_log_probs([[-1.0, -1.0], [-1.0, -1.0]], batch),
         loss_weights,
@@ -145,7 +144,6 @@ def test_a_value_clipped_towards_its_target_has_no_gradient() -> None:
     values = torch.tensor([[0.9]], requires_grad=True)
     batch = {"returns": torch.tensor([[1.0]]), "old_values": torch.tensor([[0.0]]), "weights": torch.tensor([[1.0]])}
     value_loss(0.2)(batch, values)[0].backward()
-    assert values.grad is not None
     assert values.grad.item() == 0.0
     values.grad = None
     value_loss(None)(batch, values)[0].backward()
@@ -163,7 +161,6 @@ def test_values_of_weight_0_are_not_read_by_the_loss(clip: float | None) -> None
         batch = dict(zip(("returns", "old_values"), rest, strict=True), weights=weights)
         loss, report = value_loss(clip)(batch, of_critic.requires_grad_())
         loss.backward()
-        assert of_critic.grad is not None
         results.append(torch.stack([loss.detach(), *report.values(), *of_critic.grad.flatten()]))
     assert results[0].isfinite().all()
     assert all(torch.equal(result, results[0]) for result in results)

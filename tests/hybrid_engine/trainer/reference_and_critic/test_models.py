@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -30,7 +29,7 @@ class RecordingAgreement:
 def test_a_model_is_offloaded_with_all_ranks_or_alone_after_an_error() -> None:
     agreement = RecordingAgreement()
     parameter = torch.ones(1000)
-    worker: Any = SimpleNamespace(
+    worker = SimpleNamespace(
         job=SimpleNamespace(agreement=agreement, device=torch.device("cpu")),
         sharding=SimpleNamespace(entered=lambda state: nullcontext()),
         colocated_models=WeakSet(),
