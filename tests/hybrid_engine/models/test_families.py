@@ -193,6 +193,10 @@ def test_mtp_layers_of_deepseek_v3() -> None:
     # transformers' class has one layer by default.
     without = {key: value for key, value in published_configs.DEEPSEEK_V3.items() if "nextn" not in key}
     assert table_for(without).dims.num_mtp_layers == 0
+    for is_tied, head in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
+        layer = "model.layers.61."
+        expected = {layer + "embed_tokens.weight": "model.embed_tokens.weight", layer + "shared_head.head.weight": head}
+        assert table_for({**published_configs.DEEPSEEK_V3, "tie_word_embeddings": is_tied}).copies == expected
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
     # 14 billion parameters with the embedding and head that the checkpoint repeats.
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
