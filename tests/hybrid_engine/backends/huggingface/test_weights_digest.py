@@ -17,20 +17,14 @@ def hash_of(tensor: torch.Tensor, salt: int = 5) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
-def test_boxes_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
+def test_pieces_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
+    """Boxes on ranks are in test_hf_checkpoint.py; this one does not lie in a row."""
     tensor = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = tensor.clone()
-    strides = tensor.stride()
-    boxes = [
-        (tensor[:2], 0),
-        (tensor[2:, :3], 2 * strides[0]),
-        (tensor[2:, 3:, 1:], 2 * strides[0] + 3 * strides[1] + 1),
-        (tensor[2:, 3:, :1].clone(), 2 * strides[0] + 3 * strides[1]),
-    ]
-    assert sum(_box_hash(box, offset, strides, 5) for box, offset in boxes) % 2**64 == hash_of(tensor)
+    box = tensor[2:, 3:, 1:]
     with mock.patch(MODULE, 3):  # pieces of three elements
-        in_pieces = hash_of(tensor)
-    assert in_pieces == hash_of(tensor)
+        in_pieces = hash_of(box)
+    assert in_pieces == hash_of(box)
     assert torch.equal(tensor.double(), before.double()), "hashing changed the tensor"
 
 
