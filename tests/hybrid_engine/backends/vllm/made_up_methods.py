@@ -261,9 +261,9 @@ def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:
     adaptor.finish_fill()
 
 
-def load(processing: Callable[[Any, Any], None], seed: int) -> Model:
+def load(seed: int, **processing: Callable[[Any, Any], None]) -> Model:
     """Return a model after vLLM's own load."""
-    model = Model(layer=processing)
+    model = Model(**processing)
     model.load_weights(model.weights(seed).items())
     model.process()
     return model
