@@ -88,12 +88,10 @@ MLP_WEIGHTS = [f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in
 # Change of config.json that the Megatron model lacks -> parameters the error must name.
 MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "wider": ({"intermediate_size": 48}, MLP_WEIGHTS),
-    "narrower": ({"intermediate_size": 32}, MLP_WEIGHTS),
     "fewer layers": ({"num_hidden_layers": 1, "layer_types": None}, ["model.layers.1.input_layernorm.weight"]),
     "no norms": ({"architectures": ["LlamaForCausalLM"]}, ["decoder.layers.0.self_attention.q_layernorm.weight"]),
     "more heads": ({"num_attention_heads": 8}, ["linear_qkv.weight", "linear_proj.weight"]),
     "vocabulary": ({"vocab_size": 1000}, ["embedding.word_embeddings.weight"]),
-    "hidden": ({"hidden_size": 48}, ["decoder.final_layernorm.weight"]),
 }
 
 

@@ -13,11 +13,9 @@ from hybrid_engine.errors import (
     ConfigError,
     HybridEngineError,
     ModelError,
-    ParameterMismatchError,
     RemoteError,
     UnknownModelError,
 )
-from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import (
@@ -48,13 +46,9 @@ def test_replicas_are_independent(tmp_path: Path) -> None:
     num_prompts = 1 + 2 * rank  # unequal numbers; below, one replica has no prompts
     assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
     assert len(engine.generate(PROMPTS if rank == 0 else [], FOUR)) == (3 if rank == 0 else 0)
-    drawn = [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
-    assert all(len(tokens) == 6 for tokens in drawn)
-    first, second = of_all_ranks(drawn)
+    first, second = of_all_ranks([completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]])
     assert first != second
     _fail_on_one(engine)
-    seeded = engine.generate(PROMPTS[:1], Sampling(max_tokens=6, ignore_eos=True, seed=3))[0][0].token_ids
-    assert of_all_ranks(seeded) == [seeded, seeded]
     stop_everywhere = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
     stopped = engine.generate(PROMPTS[:1], stop_everywhere)[0][0]
     assert (stopped.finish_reason, len(stopped.token_ids), len(stopped.logprobs)) == ("stop", 1, 1)
@@ -64,18 +58,14 @@ def test_replicas_are_independent(tmp_path: Path) -> None:
 
 
 def _refuse_builds(path: str, base: Path) -> None:
-    """Refuse wrong sizes, architectures and tensors, also on one rank."""
+    """Refuse sizes, architectures and tensors that vLLM does not take, also on one rank."""
     shapes = checkpoint_shapes(support.LLAMA)
-    lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
     misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
     unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
-    part = "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"
     on_one = (ModelError, "0.mlp") if job().rank == 1 else (RemoteError, "rank 1")
     for where, tensors, chosen, kind, message in (
-        (path, shapes, InferenceParallelism(3), ConfigError, "1 x 1 x 3 = 3, but the job has 2 ranks"),
         (path, shapes, sizes(expert=2), ConfigError, "Number of experts"),
         (unknown, shapes, sizes(), UnknownModelError, "NoSuchModel"),
-        (path, lacking, sizes(), ParameterMismatchError, part),
         (path, misshapen if job().rank == 1 else shapes, sizes(), *on_one),
     ):
         settings = InferenceSettings(where, chosen, GenerateConfig(max_model_len=64))
