@@ -16,7 +16,6 @@ from hybrid_engine import HybridEngine, ReshardReport, Sampling
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.huggingface import save_hf_checkpoint
-from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
@@ -82,10 +81,9 @@ class Delivery:
     skipped: float = 0.0
 
 
-MERGED_INTO = ("embed_tokens.weight", "o_proj.weight")
 DELIVERIES = {
     "separate": Delivery(served_config("llama"), SEPARATE, {**TP2, "lora_delivery": "adapter"}, skipped=0.5),
-    "merged": Delivery(served_config("llama"), MERGED, {}, MERGED_INTO, 0.1),
+    "merged": Delivery(served_config("llama"), MERGED, {}, ("embed_tokens.weight", "o_proj.weight"), 0.1),
     "qwen3_moe": Delivery(WITH_EXPERTS["qwen3_moe"], OF_EXPERTS, TP2, ADAPTED_WITH_EXPERTS),
     "mixtral": Delivery(WITH_EXPERTS["mixtral"], OF_EXPERTS, {}, ADAPTED_WITH_EXPERTS),
     "gpt-oss": Delivery(WITH_EXPERTS["gpt-oss"], OF_EXPERTS, TP2, ADAPTED_WITH_EXPERTS),
@@ -119,7 +117,6 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
         engine = HybridEngine(
             model=model, rollout_config={**rollout, **delivery.rollout}, train_config={"fsdp_config": {}}
         )
-    _check_origins(engine, name)
     optimizer = _optimizer_of(model)
     parameters: TensorDict = {}
     reports = []
@@ -128,7 +125,7 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
             train(model, optimizer, step, dist.get_rank())
             whole = _whole_copy(tmp_path, delivery.settings, model)
         reports.append(_compare(engine, whole, tmp_path, delivery, parameters))
-    # The base is sent once, and adapted weights in every switch.
+    # The base is sent once, and weights that originate from A and B in every switch.
     first, second = reports
     read = first.bytes_own + first.bytes_received
     assert first.bytes_skipped == 0
@@ -143,13 +140,6 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
         train(alone, other, step, dist.get_rank())
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert same_bits(local_of(parameter), local_of(expected))
-
-
-def _check_origins(engine: Any, name: str) -> None:
-    """Check that merged weights originate from the weight, A and B."""
-    if name in ("separate", "merged"):
-        for tensor, origins in engine.train.weights.origins().items():
-            assert len(origins) == (3 if name == "merged" and tensor.endswith(MERGED_INTO) else 1), tensor
 
 
 def _optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -178,8 +168,6 @@ def _compare(engine: Any, whole: Any, path: Path, delivery: Delivery, parameters
             pass
         _compare_answers(engine, whole)
         is_separate = not delivery.adapted
-        if is_separate:
-            _compare_loras(engine, whole, path / "peft")
         # vLLM's own load reads either the base weights or the merged ones.
         base = whole.unload() if is_separate else whole.merge_and_unload()
         if dist.get_rank() == 0:
@@ -210,24 +198,6 @@ def _compare_answers(engine: Any, whole: Any) -> None:
     torch.testing.assert_close(scored, logits.gather(-1, drawn)[..., 0], atol=1e-4, rtol=0)
     assert (scored - plain.gather(-1, drawn)[..., 0]).abs().max() > 0.1  # the adapter matters
     assert torch.equal(logits[:, -4:].argmax(-1), sequences[:, -4:])
-
-
-def _compare_loras(engine: Any, whole: Any, path: Path) -> None:
-    """Compare the adapter delivered to vLLM with vLLM's own load."""
-    if dist.get_rank() == 0:
-        whole.save_pretrained(path)
-    dist.barrier()
-    loras = engine.inference.loras
-    manager = internals.model_runner_of(engine.inference.llm).lora_manager
-    delivered = loras._load(loras.request(engine.adapter)).loras
-    native = type(manager)._load_adapter(manager, internals.LORA_REQUEST.load()("native", 99, str(path))).loras
-    assert delivered.keys() == native.keys()
-    assert len(delivered) == 2 * 3  # layers and modules
-    for name, lora in delivered.items():
-        other = native[name].optimize()
-        lora = lora.optimize()
-        assert same_bits(lora.lora_a, other.lora_a), name
-        assert same_bits(lora.lora_b, other.lora_b), name
 
 
 @on_engines(2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_engine.assembly import gather_positions
-from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+from hybrid_engine.backends.vllm import InferenceSettings
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, RemoteError
@@ -60,18 +60,15 @@ ACCEPTED: list[Case] = [
 ]
 
 
-def trace(case: Case, directory: Path, *, is_engine: bool = False) -> None:
-    """Trace the positions of a model, or build an engine of it, on two ranks."""
+def trace(case: Case, directory: Path) -> None:
+    """Trace the positions of a model on two ranks; an engine is refused in end_to_end/test_families.py."""
     config = served_config(case[0]) | case[1]
     table = table_for(config)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
     job()
     # Two stages, because some keys are read by the last stage only.
     settings = InferenceSettings(support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate)
-    if is_engine:
-        InferenceEngine(settings, table.shapes, job(), dtypes=table.dtypes)
-    else:
-        gather_positions(settings, table, job())
+    gather_positions(settings, table, job())
 
 
 @on_engines(2)
@@ -82,12 +79,6 @@ def test_keys_read_only_by_vllm_are_refused_on_all_ranks(tmp_path: Path, case: C
         trace(case, tmp_path)
     for key in keys:
         assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", str(caught.value))
-
-
-@on_engines(2)
-def test_an_engine_refuses_keys_read_only_by_vllm(tmp_path: Path) -> None:
-    with pytest.raises((ConfigError, RemoteError), match=r"- logit_scale: 1\.002 is read by vLLM"):
-        trace(REFUSED[1], tmp_path, is_engine=True)
 
 
 @on_engines(2)
