@@ -96,31 +96,21 @@ def is_ready(adaptor: VllmAdaptor) -> bool:
     return True
 
 
-def adaptor_of(
-    engine: Any, directory: str, model: Mapping[str, Any], keeps_addresses: bool = False, **changes: Any
-) -> Any:
+def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any]) -> Any:
     """Make another adaptor in this rank's groups like `InferenceEngine`, without an engine."""
     from vllm.config import set_current_vllm_config
 
     from hybrid_engine.backends.vllm.weights.processed_model import inspect_model
     from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 
-    module, config = second_model(engine.settings, engine.rank, directory, **changes)
+    module, config = second_model(engine.settings, engine.rank, directory)
     dtype = config.model_config.dtype
     shapes = checkpoint_shapes(model)
     dtypes = {name: getattr(torch, value) for name, value in checkpoint_dtypes(model).items()}
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
     context = functools.partial(set_current_vllm_config, config)
     process(module, config)
-    return VllmAdaptor(inspect_model(traced, context, dtype, keeps_addresses), CpuWeightMemory())
-
-
-def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
-    """Load and process another model in this rank's groups by vLLM alone, with zero padding."""
-    module, config = second_model(engine.settings, engine.rank, checkpoint)
-    load(module, config)
-    process(module, config)
-    return module
+    return VllmAdaptor(inspect_model(traced, context, dtype, keeps_addresses=False), CpuWeightMemory())
 
 
 def load(module: torch.nn.Module, config: Any, model_config: Any = None) -> None:

@@ -26,6 +26,7 @@ from hybrid_engine.records.layout import differences
 from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import job
+from tests.hybrid_engine.backends.vllm.made_up_methods import addresses
 from tests.zoo.families import served_config
 
 MODEL = served_config("deepseek_v3", num_nextn_predict_layers=1, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -138,7 +139,7 @@ def test_tensors_of_both_models_are_filled_in_place(tmp_path: Path) -> None:
         joined = join(*models)
         assert any(name.startswith("drafter.") for name in joined.derivations), "experts of the drafter are packed"
         adaptor = VllmAdaptor(joined, CpuWeightMemory())
-        places = {path: tensor.data_ptr() for path, tensor in pair.tensors().items()}
+        places = addresses(pair.tensors())
         for seed, path in zip(seeds, paths, strict=True):
             support.write_by_records(adaptor, _weights(seed))
             native = Pair.built(engine, path)
@@ -147,5 +148,5 @@ def test_tensors_of_both_models_are_filled_in_place(tmp_path: Path) -> None:
             native.share()
             tensors = pair.tensors()
             assert support.differences(tensors, native.tensors()) == []
-            assert not [name for name, place in places.items() if tensors[name].data_ptr() != place]
+            assert addresses(tensors) == places
     engine.shutdown()

@@ -3,6 +3,7 @@
 The traced layout must also equal the layout traced without memory and the layout computed without
 vLLM. vLLM's models run on real ranks without an engine. A case is a model of the zoo in the groups
 of some settings. Nothing is computed, so dozens of cases take seconds; those of a layout share its groups.
+test_drafter.py fills a model in place, like on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from hybrid_engine.assembly import gather_positions
@@ -32,8 +32,6 @@ from tests.harness.launch import of_all_ranks, on_engines
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.asking import job
 from tests.zoo.families import SERVED_VARIANTS, served_config
-
-IN_PLACE = ("qwen3", "qwen3_moe", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class Case:
     @property
     def model(self) -> dict[str, Any]:
         return served_config(self.family, **self.config)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Return whether to fill in place too: once with experts, with MLA, with neither."""
-        return self.layout == TP2 and self.family in IN_PLACE
 
     def settings(self, model_dir: str) -> InferenceSettings:
         return InferenceSettings(
@@ -156,29 +149,6 @@ def _check(case: Case, host: Host, directory: Path, traced_before: Layout) -> No
     if (case.family, case.layout) in PADDING:
         rows = PADDING[case.family, case.layout][host.rank]
         assert padding == {name: [(first * 64, last * 64)] for name, (first, last) in rows.items()}, case
-    if case.is_in_place:
-        _check_in_place(case, host, checkpoint)
-
-
-def _check_in_place(case: Case, host: Host, checkpoint: str) -> None:
-    """Fill dense layers in place, like on a GPU; experts are packed, like on a CPU."""
-    from vllm.model_executor.layers import utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
-        patch.setattr(utils.ops, "_supports_onednn", False)
-        adaptor = support.adaptor_of(host, checkpoint, case.model, keeps_addresses=True)
-        before = support.tensors_of(adaptor.model)
-        places = {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in before.items()}
-        for seed in (1, 0):
-            support.write_by_records(adaptor, support.random_weights(case.model, seed))
-        native = support.native_model(host, checkpoint)
-    # Every tensor must equal a native load and stay at its address.
-    tensors = support.tensors_of(adaptor.model)
-    assert {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in tensors.items()} == places
-    assert support.differences(tensors, support.tensors_of(native)) == []
-    is_derived = any(derivation.results for derivation in adaptor._processed.derivations.values())
-    assert is_derived == (case.family in WITH_EXPERTS)
 
 
 def _differences_of_shards(left: Layout, right: Layout) -> list[str]:
