@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +100,7 @@ def quick_path() -> Iterator[Path]:
 
 @pytest.mark.parametrize("file_nbytes", [ONE_FILE, SEVERAL_FILES], ids=["one file", "several files"])
 def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
-    save(tmp_path / "hf", 2, file_nbytes, dtype="bfloat16")
+    save(tmp_path / "hf", 2, file_nbytes, dtype="bfloat16" if file_nbytes == ONE_FILE else torch.bfloat16)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     loaded = {file: load_file(tmp_path / "hf" / file) for file in files}
     tensors = {name: tensor for contents in loaded.values() for name, tensor in contents.items()}
@@ -113,6 +113,12 @@ def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
         index = json.loads((tmp_path / "hf" / INDEX).read_text())
         assert index["weight_map"] == {name: file for file, contents in loaded.items() for name in contents}
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, 16])
+def test_a_dtype_other_than_of_weights_is_refused(tmp_path: Path, dtype: Any) -> None:
+    with violated(ConfigError, ("dtype", "unsupported-dtype")):
+        save(tmp_path / "hf", dtype=dtype)
 
 
 @pytest.mark.slow
@@ -154,31 +160,36 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
     assert sorted(path.name for path in quick_path.glob("hf*")) == ["hf"]
 
 
-# name -> (directory, contents that a save would remove, code of the violation)
-FOREIGN: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a file": ("hf", lambda path: (path / "notes.txt").touch(), "foreign-files"),
-    "code": ("hf", lambda path: (path / "train.py").touch(), "foreign-files"),
-    "other weights": ("hf", lambda path: (path / "adapter.safetensors").touch(), "foreign-files"),
-    "a folder": ("hf", lambda path: (path / "tokenizer.json").mkdir(), "foreign-files"),
-    "a file in the incomplete directory": ("hf.incomplete", lambda path: (path / "notes.txt").touch(), "foreign-files"),
-    "a file in the replaced directory": ("hf.replaced", lambda path: (path / "notes.txt").touch(), "foreign-files"),
-    "another model": ("hf", lambda path: save_file({"z": torch.ones(3)}, path / SINGLE), "weights-of-another-model"),
-    "a shape": ("hf", lambda path: save_file({"a": torch.ones(3)}, path / SINGLE), "weights-of-another-model"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
-    place, make, code = FOREIGN[name]
-    save(tmp_path / "hf")
-    (tmp_path / place).mkdir(exist_ok=True)
-    make(tmp_path / place)
+def check_refused(base: Path, code: str, directory: str) -> None:
+    """Check that a save to `base` names a directory with contents that it would remove, and removes none."""
     # Files and folders, with contents.
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    before = {path: path.is_file() and path.read_bytes() for path in base.rglob("*")}
     with violated(ConfigError, ("path", code)) as caught:
-        save(tmp_path / "hf")
-    assert str(tmp_path / place) in str(caught.value)
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+        save(base / "hf")
+    assert str(base / directory) in str(caught.value)
+    assert {path: path.is_file() and path.read_bytes() for path in base.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hf/notes.txt", "hf/train.py", "hf/adapter.safetensors", "hf/tokenizer.json/of a folder"),
+        *("hf.incomplete/notes.txt", "hf.replaced/notes.txt"),
+    ],
+)
+def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "hf")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    check_refused(tmp_path, "foreign-files", name.partition("/")[0])
+
+
+@pytest.mark.parametrize("name", ["z", "a"])
+def test_weights_of_another_model_are_never_removed(tmp_path: Path, name: str) -> None:
+    """Another name, and another shape."""
+    save(tmp_path / "hf")
+    save_file({name: torch.ones(3)}, tmp_path / "hf" / SINGLE)
+    check_refused(tmp_path, "weights-of-another-model", "hf")
 
 
 CONFIGURATION = """
