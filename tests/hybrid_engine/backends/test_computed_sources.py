@@ -14,8 +14,8 @@ from hybrid_engine.errors import WeightError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.transports.runs import strided
 from tests.harness.torch_modes import other_torch_modes
+from tests.zoo.megatron_models import view_of
 
 NORM = torch.tensor([1.5, 2.0, 0.25])
 MATRIX = torch.arange(6.0).view(2, 3)
@@ -64,10 +64,7 @@ class ShiftedNorm(AdaptorWithSources):
     def read(self) -> TensorDict:
         """Return the tensors as a switch reads them: by their records."""
         buffers = self.buffers()
-        return {
-            shard.region.tensor: strided(buffers[shard.place.buffer.name], shard.region.lengths, shard.place)
-            for shard in self.layout().shards
-        }
+        return {shard.region.tensor: view_of(buffers, shard) for shard in self.layout().shards}
 
 
 def test_prepare_computes_what_the_records_show() -> None:

@@ -27,6 +27,7 @@ from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm.support import differences
 from tests.hybrid_engine.serving.publishing import calls_while_published
 from tests.zoo.families import read_config, served_config, write_config
+from tests.zoo.megatron_models import region_slices, view_of
 from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
 
 NUM_STEPS = 2
@@ -208,14 +209,11 @@ def _check_places(driven: ShardedModel) -> None:
     """Check that every record points at the elements of the whole tensor."""
     weights = driven.weights
     whole = {name: _whole(tensor) for name, tensor in weights.tensors.tensors.items()}
+    buffers = {name: flat_storage_of(flat) for name, flat in weights.buffers().items()}
     for record in weights.layout().shards:
-        region = record.region
-        place = record.place
-        packed = weights.packed[region.tensor]
+        packed = weights.packed[record.region.tensor]
         tensor = whole[packed.parameter].as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
-        index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
-        flat = flat_storage_of(weights.buffers()[place.buffer.name])
-        assert torch.equal(tensor[index], flat.as_strided(region.lengths, place.strides, place.offset)), region
+        assert torch.equal(tensor[region_slices(record)], view_of(buffers, record)), record
 
 
 def _whole(tensor: Any) -> torch.Tensor:
