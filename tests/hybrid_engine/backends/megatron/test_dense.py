@@ -123,22 +123,13 @@ def test_padding_and_packing_do_not_change_results(zoo: Zoo, name: str) -> None:
     check_padding(zoo.saved(MODELS[model]), MODELS[model].build(), actor)
 
 
-# Code of the error -> invalid loss.
-LOSSES: Values = {
-    "no-loss": lambda _batch, _log_probs: None,
-    "loss-not-a-scalar": lambda _batch, log_probs: -log_probs.sum(0),
-    "loss-function-failed": lambda batch, _log_probs: batch["weights"],
-    "loss-not-finite": lambda _batch, log_probs: log_probs.mean() * float("nan"),
-}
-
-
 @on_engines(2)
-def test_invalid_losses_are_refused_on_all_ranks(zoo: Zoo) -> None:
+def test_an_invalid_loss_is_refused_on_all_ranks(zoo: Zoo) -> None:
+    """Other losses: trainer/batches/test_loss_results.py."""
     with loaded(zoo.path("gpt2"), **PP2) as run:  # the last stage computes the loss
         before = run.engine.log_probs(make_batch())
-        for code, loss in LOSSES.items():
-            with failing(LossError, code, "training step|loss function <lambda>", on=1):
-                run.engine.train_step(make_batch(), loss)
+        with failing(LossError, "no-loss", "training step|loss function .*<lambda> returned None", on=1):
+            run.engine.train_step(make_batch(), lambda _batch, _log_probs: None)
         assert torch.equal(run.engine.log_probs(make_batch()), before)
         assert run.engine.model.version == 0
         report = run.engine.train_step(make_batch(), lambda _batch, log_probs: -log_probs.mean())
