@@ -16,7 +16,7 @@ A file names code that is run, by `reward`, so it is trusted like a program.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -216,11 +216,10 @@ def _reward_of(run: RunConfig, directory: Path) -> Rewards:
 def _function(name: str, key: str, directory: Path) -> Any:
     if name in NAMED_REWARDS:
         return NAMED_REWARDS[name]
-    module, _, attribute = name.partition(":")
     if str(directory) not in sys.path:
         sys.path.append(str(directory))  # last, so that no file there replaces a library
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's, and can raise anything
         problem = f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}"
         remedy = f"Use {', '.join(NAMED_REWARDS)}, or module:function"
