@@ -68,6 +68,7 @@ def converse(
     environment: Environment,
     *,
     max_tokens_per_turn: int | None = None,
+    names: Sequence[int] | None = None,
     **chat: Unpack[ChatArguments],
 ) -> list[list[Conversation]]:
     """Hold `n` conversations for each prompt, each with its own random streams.
@@ -89,6 +90,7 @@ def converse(
             drawn. Other functions are called one after the other.
         max_tokens_per_turn: bounds each answer. An answer that it cuts off ("length") gets a
             reply like any other.
+        names: numbers of the prompts in messages; default: their indices.
         chat: `tools` and `chat_template_kwargs`, as in `generate`.
 
     Raises:
@@ -103,6 +105,7 @@ def converse(
         sampling,
         environment,
         max_tokens_per_turn=max_tokens_per_turn,
+        names=names,
         **chat,
     )
     return conversations.collect()
@@ -115,7 +118,6 @@ class Conversations:
     errors are those of `converse`.
 
     Args:
-        names: numbers of the prompts in messages; default: their indices.
         goes_on: with servers they continue after a publish, with the next weights; see
             `Completion.versions`. Otherwise the present weights draw all tokens.
 
