@@ -152,11 +152,6 @@ def test_settings_that_cannot_draw_ahead_are_refused(changed: Values, key: str, 
         Loop(worker, "ab", lambda prompt, completion: 1.0, config)
 
 
-def test_an_invalid_bound_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_staleness"):
-        GrpoConfig(max_staleness=-1)
-
-
 def queue_without_engines() -> GroupQueue:
     worker = stand_in()
     worker.config.generate_config = GenerateConfig(**SERVED)

@@ -248,10 +248,11 @@ def test_all_wrong_keys_are_named() -> None:
     refused = has_violations(
         ("GrpoConfig.samples_per_prompt", "wrong-value"),
         ("GrpoConfig.keep_best", "wrong-value"),
+        ("GrpoConfig.max_staleness", "wrong-value"),
         *((f"GrpoConfig.{name}", "unknown-key") for name in ("clipratio", "beta", "max_new_tokens")),
     )
     with pytest.raises(ConfigError, check=refused) as caught:
-        GrpoConfig(samples_per_prompt=1, keep_best="", clipratio=0.1, beta=0.1, max_new_tokens=8)
+        GrpoConfig(samples_per_prompt=1, keep_best="", max_staleness=-1, clipratio=0.1, beta=0.1, max_new_tokens=8)
     remedies = {violation.key.removeprefix("GrpoConfig."): violation.remedy for violation in caught.value.findings}
     for name, suggestion in (("clipratio", "clip_ratio"), ("beta", "kl_coefficient"), ("max_new_tokens", "max_tokens")):
         assert suggestion in remedies[name]

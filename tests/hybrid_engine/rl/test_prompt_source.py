@@ -75,10 +75,6 @@ def test_the_place_of_a_step_is_saved_after_later_steps_were_taken(tmp_path: Pat
     assert resumed.take(2)[1] == ["0/3", "0/4"]
 
 
-def test_a_stream_may_be_shorter_than_a_step() -> None:
-    assert source_of(Stream(2), 5, seed=0).take(1)[1] == ["0/1", "0/2", "0/1", "0/2", "0/1"]
-
-
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ArgumentError, check=has_violations(("prompts", "no-prompts"))):
         source_of(Stream(0), 1, seed=0).take(1)

@@ -38,12 +38,6 @@ async def is_long(prompt: str, completion: Any) -> bool | None:
     return None if prompt == "p" else len(completion.text) > 3
 
 
-def test_one_function_gives_the_totals() -> None:
-    scores = compute(length)
-    assert scores.totals.tolist() == [[1, 2], [3, 4]]
-    assert (scores.by_name, scores.figures()) == ({}, {})
-
-
 def test_several_functions_have_weights_and_columns() -> None:
     scores = compute([length, is_long], reward_weights={"is_long": 10})
     assert scores.totals.tolist() == [[1, 2], [3, 14]]
@@ -60,8 +54,10 @@ def test_a_function_of_the_batch_is_called_once() -> None:
         calls.append(prompts)
         return torch.tensor([len(completion.text) for completion in batch])
 
-    assert compute(BatchReward(lengths)).totals.tolist() == [[1, 2], [3, 4]]
-    assert compute(BatchReward(lengths, on_all_ranks=True)).totals.tolist() == [[1, 2], [3, 4]]
+    for on_all_ranks in (False, True):
+        scores = compute(BatchReward(lengths, on_all_ranks))
+        assert scores.totals.tolist() == [[1, 2], [3, 4]]
+        assert (scores.by_name, scores.figures()) == ({}, {})
     assert calls == [["p", "p", "q", "q"]] * 2
     with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", "4 completions")):
         compute(BatchReward(lambda prompts, batch: [1.0]))
