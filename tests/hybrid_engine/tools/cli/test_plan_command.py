@@ -175,6 +175,7 @@ def test_a_job_with_fsdp(llama: Path) -> None:
     memory = {name: numbers["max"] for name, numbers in facts["memory"]["device"].items() if isinstance(numbers, dict)}
     assert memory["params"] == memory["grads"] == memory["optimizer"] / 2 == 4 * numel / 8
     assert memory["inelastic"] == 0, "everything splits evenly over 8 ranks"
+    assert memory["peak"] == memory["training"] + memory["activations"] + memory["gathered"]
     assert memory["interleaved_switch"] < memory["switch"] == memory["params"] + memory["inference"]
     assert facts["rank"]["received"]["host"] + facts["rank"]["received"]["network"] > 0
     result = run(*arguments, "--explain")
@@ -221,8 +222,8 @@ SHARE = "generate_config.gpu_memory_utilization="
         (["0.95"], "Tight: the peak of 75.1 GiB on a device, while vLLM generates, leaves 3.95 GiB "),
         (["0.95", "--reserve-gib", "3.9"], "Fits: "),
         (["0.95", "--reserve-gib", "0"], "Fits: "),
-        # Weights, a step and a sequence take 18 GiB.
-        (["0.25"], "Tight: vLLM's 19.8 GiB "),
+        # The share has 2.8 GiB beside weights and a step, and a sequence takes 1.
+        (["0.25", "--reserve-gib", "2"], "Tight: vLLM's 19.8 GiB "),
         (["0.25", "generate_config.kv_cache_mb=2048"], "Fits: "),
         (["0.22"], "Does not fit: vLLM's 17.4 GiB "),
     ],
@@ -232,7 +233,7 @@ def test_less_than_the_reserve_is_tight(words: list[str], beginning: str, llama:
     model = job(llama, 8, tp=8)
     verdict = run(*model, LENGTH + "8192", "--device=h100", SHARE + words[0], *words[1:]).stdout
     assert verdict.startswith(beginning)
-    assert ("; 6 GiB are reserved for what is not" in verdict) == beginning.startswith("Tight")
+    assert (" GiB are reserved for what is not" in verdict) == beginning.startswith("Tight")
 
 
 def test_markdown_has_the_numbers_of_the_terminal(llama: Path) -> None:
