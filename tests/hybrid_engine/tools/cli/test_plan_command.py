@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 from hybrid_engine.tools.cli import app
 from tests.harness.imports import INTERRUPTED_IN
-from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
+from tests.hybrid_engine.tools.programs import invoke, run_python
 from tests.zoo.block_formats import PUBLISHED_FP8
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
@@ -41,8 +41,8 @@ def llama(tmp_path: Path) -> Path:
     return write_config(tmp_path, LLAMA_3_8B)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "400"})
+def run(*arguments: str, status: int | None = None) -> Result:
+    return invoke("plan", *arguments, status=status)
 
 
 def plan_as_json(*arguments: str) -> dict[str, Any]:
@@ -459,13 +459,7 @@ main()
 )
 def test_ctrl_c_ends_a_command_with_one_line(command: str, module: str) -> None:
     """Interrupt the import of the command line, of its dependency or of the running command."""
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IN + RUN_COMMAND, module, command],
-        cwd=REPO_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_python("-c", INTERRUPTED_IN + RUN_COMMAND, module, command)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
@@ -481,11 +475,9 @@ app()
 """
     sizes = {"tp": 8, "pp": 16, "ep": 32, "etp": 1, "last": 1, "infer_tp": 8, "infer_ep": 32}
     arguments = *job(write_config(tmp_path, DEEPSEEK_V3), 2048, **sizes), "--json", "--rank", "77"
-    command = [sys.executable, "-c", code, "plan", *arguments]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_python("-c", code, "plan", *arguments, status=0, timeout=300)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20, "takes 7 s on an idle core"
-    assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
     assert facts["world_size"] == 2048
     assert facts["bytes"]["received"] == facts["bytes"]["least"]
