@@ -136,6 +136,7 @@ def test_weights_are_filled_kept_and_released_from_every_state(adaptor: VllmAdap
     enter(adaptor)
     adaptor.release(GROUPS)
     assert list(adaptor.committed()) == (GROUPS if is_committed else []), "only committed weights are kept"
+    assert adaptor.resident_nbytes() == (2 * NBYTES if is_committed else 0)
     enter(adaptor)
     adaptor.release()
     assert adaptor.resident_nbytes() == 0
