@@ -105,6 +105,7 @@ def test_reduced_weights_are_renewed(keeps_addresses: bool) -> None:
     with rigged() as rig:
         model = rig.model()
         adaptor = rig.adaptor(model, keeps_addresses)
+        assert adaptor._processed.barrier.is_collective, "communication was not detected"
         for seed in range(2):
             rig.fill(adaptor, model, seed)
 
