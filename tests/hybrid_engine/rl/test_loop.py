@@ -312,10 +312,6 @@ def test_advantages_and_loss_may_be_user_functions() -> None:
     for wrong, words in ((torch.zeros(2), "(2,)"), (torch.tensor([[0.0, torch.nan]]), "finite")):
         with pytest.raises(ArgumentError, check=has_violation("advantages", "wrong-advantages", words)):
             advantages_by(wrong)
-    worker = stand_in()
-    worker.config.critic_config.micro_batch_size = 1
-    with pytest.raises(ConfigError, check=has_violation("advantages", "conflicting-keys")):
-        Loop(worker, "ab", mock.Mock(), PpoConfig(), advantages=mock.Mock())
 
 
 @pytest.mark.parametrize(("flag", "word"), [(True, "group"), (False, "none")])

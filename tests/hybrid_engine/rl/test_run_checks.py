@@ -69,6 +69,10 @@ OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
         ({"clipping": "cispo", "dual_clip": 3.0}, "GrpoConfig.dual_clip has-no-effect"),
         ({"ratio": "sequence", "loss": print}, "GrpoConfig.ratio has-no-effect"),
         ({"baseline": "step", "advantages": print}, "GrpoConfig.baseline has-no-effect"),
+        (
+            {"algorithm": PpoConfig, "advantages": print, "reward_failures": "skip"},
+            "advantages conflicting-keys; PpoConfig.reward_failures conflicting-keys; critic_config needs-critic",
+        ),
         ({"enviroment": print}, "enviroment unknown-argument"),
         ({"reward": lambda completion: 1.0}, "reward wrong-signature"),
         *(({"reward": function}, "reward wrong-signature") for function in OF_TRL),
