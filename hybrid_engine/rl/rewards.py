@@ -28,7 +28,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -434,6 +434,7 @@ NAMED_REWARDS: dict[str, Callable[[Mapping[str, Any], Any], float]] = {
 # -- held-out prompts ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class HeldOut:
     """An `evaluate` of `train`: draws completions of the same prompts each time.
 
@@ -442,7 +443,7 @@ class HeldOut:
     Figures: `held_out_reward`, the mean, and held_out_pass_K for K = 1, 2, 4, ... `samples`: the
     chance that one of K completions passes, without bias (arXiv:2107.03374).
 
-    Args:
+    Attributes:
         prompts: as of `train`, in a list.
         reward: as of `train`.
         config: its max_tokens, stops, temperature and seed.
@@ -450,34 +451,26 @@ class HeldOut:
         passing_reward: least reward of a completion that passes.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Any],
-        reward: Rewards,
-        config: LoopConfig,
-        *,
-        samples: int = 1,
-        passing_reward: float = 1.0,
-    ) -> None:
-        self._prompts = prompts
-        self._rewards = RewardFunctions(reward, config)
-        self._config = config
-        self._samples = samples
-        self._passing_reward = passing_reward
+    prompts: Sequence[Any]
+    reward: Rewards
+    config: LoopConfig
+    samples: int = field(default=1, kw_only=True)
+    passing_reward: float = field(default=1.0, kw_only=True)
 
     def __call__(self, worker: ActorHybridWorker) -> Figures:
         """Return the figures of the present weights. Collective, in the rollout context."""
-        config = self._config
-        temperature = config.temperature if self._samples > 1 else 0.0
+        config = self.config
+        temperature = config.temperature if self.samples > 1 else 0.0
         drawn_alike = config.sampling(config.seed)
-        sampling = replace(drawn_alike, n=self._samples, temperature=temperature)
-        groups = worker.generate_sequences([*map(prompt_of, self._prompts)], sampling)
-        numbers = range(len(self._prompts))
-        totals = self._rewards.compute(worker.job, numbers, self._prompts, groups).totals
-        num_passing = (totals >= self._passing_reward).sum(1).tolist()
+        sampling = replace(drawn_alike, n=self.samples, temperature=temperature)
+        groups = worker.generate_sequences([*map(prompt_of, self.prompts)], sampling)
+        numbers = range(len(self.prompts))
+        rewards = RewardFunctions(self.reward, config)
+        totals = rewards.compute(worker.job, numbers, self.prompts, groups).totals
+        num_passing = (totals >= self.passing_reward).sum(1).tolist()
         figures: Figures = {"held_out_reward": totals.nanmean().item()}
-        for k in (2**exponent for exponent in range(self._samples.bit_length())):
-            chances = [pass_at(k, self._samples, passing) for passing in num_passing]
+        for k in (2**exponent for exponent in range(self.samples.bit_length())):
+            chances = [pass_at(k, self.samples, passing) for passing in num_passing]
             figures[f"held_out_pass_{k}"] = fmean(chances)
         return figures
 
