@@ -88,7 +88,7 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
 }
 MUTANTS: Mapping[str, Mutant] = {
     "what prepare has queued is read": Mutant(
-        "reading sums with LoRA, one rank late", torch.cuda.Stream, "synchronize", ShardingManager._prepare
+        "reading sums with LoRA, one rank late", torch.cuda.Stream, "synchronize", ShardingManager._bring_parameters
     ),
     "a probe is read before it is written": Mutant("reading", torch.cuda, "synchronize", setup._probe),
     "messages are unpacked before they have come": Mutant("messages", collective, "_finish"),
