@@ -356,7 +356,8 @@ class GrpoConfig(LoopConfig):
     """Subtract the mean of the group's rewards, of the group's other rewards (RLOO), or over all
     tokens of the step (REINFORCE++)."""
     redraws: Steps = 0
-    """Times that a group whose rewards all agree is drawn again, with another seed."""
+    """Times that a group whose rewards all agree is drawn again: for another prompt if prompts are
+    a list that has more, else with another seed."""
     scale_rewards: Annotated[Scale, BeforeValidator(_scale_of)] = "group"
     """Divide advantages by the standard deviation of the rewards of which baseline is the mean
     (group), or whiten them over all tokens of the step (batch). true is group, false is none."""

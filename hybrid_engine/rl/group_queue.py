@@ -20,7 +20,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -129,6 +129,20 @@ class GroupQueue:
                     require_room(prompts, self._arguments, self._limits)
             self._prompts[number] = names, prompts
         return self._prompts[number]
+
+    def others(self, number: int, count: int) -> Iterator[tuple[int, Any]]:
+        """Yield number and prompt of up to `count` prompts of a list that a step does not have.
+
+        They are the same in a repeated run. Yields nothing if the caller's prompts are no list.
+        """
+        prompts = self._arguments.prompts
+        if are_listed(prompts):
+            names, _ = self._prompts[number]
+            numbers = randomness(self._arguments.config.seed, number, "other prompts")
+            size = min(len(prompts), len(names) + count)
+            for index in numbers.sample(range(len(prompts)), size):
+                if index not in names:
+                    yield index, prompts[index]
 
     def sampling(self, number: int, draw: int = 0) -> Sampling:
         """Return the sampling of a step; `draw` is above 0 if groups are drawn again."""

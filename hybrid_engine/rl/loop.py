@@ -425,7 +425,7 @@ class Loop:
         version = worker.train.version
         with worker.rollout_context():
             waited = self.queue.begin(number)
-            groups, scores = self._draw_and_score(number, names, prompts)
+            prompts, groups, scores = self._draw_and_score(number, names, prompts)
         rewards = scores.totals
         batch = self._batch(groups, rewards)
         if self.reference is not None:
@@ -555,32 +555,35 @@ class Loop:
         return agreement.any_of([must_stop, is_late], "ending the step")
 
     def _draw_and_score(
-        self, number: int, names: Sequence[int], prompts: Sequence[Any], draw: int = 0
-    ) -> tuple[Groups, Scores]:
-        """Draw the completions of each prompt and compute their rewards.
+        self, number: int, names: Sequence[int], prompts: Sequence[Any]
+    ) -> tuple[list[Any], Groups, Scores]:
+        """Draw the completions of each prompt and compute their rewards; return the prompts, too.
 
-        Groups whose rewards agree, from which GRPO learns nothing, are drawn again `redraws` times.
+        GRPO learns nothing from groups whose rewards agree. `redraws` times they are drawn again,
+        for other prompts of a list that has more.
         """
+        names, prompts = list(names), list(prompts)
         with self._meter.phase("generate"):
-            if draw:
-                sampling = self.queue.sampling(number, draw)
-                groups = self.queue.draw(names, prompts, sampling)
-            else:
-                groups = self.queue.take(number)
+            groups = list(self.queue.take(number))
         with self._meter.phase("reward"):
             scores = self._rewards.compute(self.worker.job, names, prompts, groups)
-        agreeing = scores.agreeing.nonzero().flatten().tolist()
-        if agreeing and isinstance(self.config, GrpoConfig) and draw < self.config.redraws:
-            again, part = self._draw_and_score(
-                number,
-                [names[index] for index in agreeing],
-                [prompts[index] for index in agreeing],
-                draw + 1,
-            )
-            redrawn = dict(zip(agreeing, again, strict=True))
-            groups = [redrawn.get(index, group) for index, group in enumerate(groups)]
+        redraws = self.config.redraws if isinstance(self.config, GrpoConfig) else 0
+        others = self.queue.others(number, redraws * len(prompts))
+        for draw in range(1, redraws + 1):
+            agreeing = scores.agreeing.nonzero().flatten().tolist()
+            if not agreeing:
+                break
+            for index in agreeing:
+                names[index], prompts[index] = next(others, (names[index], prompts[index]))
+            chosen = [names[index] for index in agreeing], [prompts[index] for index in agreeing]
+            with self._meter.phase("generate"):
+                again = self.queue.draw(*chosen, self.queue.sampling(number, draw))
+            with self._meter.phase("reward"):
+                part = self._rewards.compute(self.worker.job, *chosen, again)
+            for index, group in zip(agreeing, again, strict=True):
+                groups[index] = group
             scores = scores.replaced(agreeing, part)
-        return groups, scores
+        return prompts, groups, scores
 
     def _kl_penalties(self, batch: Batch) -> torch.Tensor:
         """Return what the KL to the reference takes from the reward of each token, [B, S]."""

@@ -84,9 +84,9 @@ def running(model: Path, out: Path) -> Iterator[Run]:
     """Yield a function that trains with a reward, and checks that the rows are those of all ranks."""
     with workers.build_worker(model, {"tensor_model_parallel_size": 2, "micro_batch_size": 4}) as worker:
 
-        def run(name: str, reward: Any, advantages: Any = None, **changed: Any) -> list[Values]:
+        def run(name: str, reward: Any, advantages: Any = None, prompts: Any = PROMPTS, **changed: Any) -> list[Values]:
             config = GrpoConfig(**{**CONFIG, **changed})
-            rows = train(worker, PROMPTS, reward, config, out=out / name, evaluate=evaluate, advantages=advantages)
+            rows = train(worker, prompts, reward, config, out=out / name, evaluate=evaluate, advantages=advantages)
             assert of_all_ranks(rows)[0] == rows
             return rows
 
@@ -137,11 +137,11 @@ def test_several_rewards_and_rows_of_completions(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @on_engines(2)
 def test_settings_of_a_loop(model: Path, tmp_path: Path) -> None:
-    drawn: list[tuple[int, ...]] = []
+    drawn: list[tuple[Any, tuple[int, ...]]] = []
     means: list[float] = []
 
     def constant_at_first(prompt: Any, completion: Completion) -> float:
-        drawn.append(completion.token_ids)
+        drawn.append((prompt, completion.token_ids))
         return 0.0 if len(drawn) <= 8 else parity(prompt, completion)
 
     def note_rewards(rewards: torch.Tensor, _groups: Any) -> torch.Tensor:
@@ -149,11 +149,15 @@ def test_settings_of_a_loop(model: Path, tmp_path: Path) -> None:
         return rewards - rewards.mean()
 
     with running(model, tmp_path) as run:
-        (redrawn,) = run("redrawn", constant_at_first, redraws=1, steps=1)
-        assert redrawn["reward"] > 0
-        if dist.get_rank() == 0:
-            assert len(drawn) == 16, "both groups agreed at first"
-            assert drawn[:8] != drawn[8:], "with another seed"
+        for prompts, are_others in ((PROMPTS, True), (PROMPTS[:2], False)):
+            drawn.clear()
+            (redrawn,) = run(f"redrawn {are_others}", constant_at_first, prompts=prompts, redraws=1, steps=1)
+            assert redrawn["reward"] > 0
+            if dist.get_rank() == 0:
+                assert len(drawn) == 16, "both groups agreed at first"
+                assert drawn[:8] != drawn[8:], "with another seed"
+                first, second = ([prompts.index(prompt) for prompt, _ in part] for part in (drawn[:8], drawn[8:]))
+                assert set(first).isdisjoint(second) == are_others
         penalized = run(
             "kl in the reward",
             parity,
