@@ -13,7 +13,7 @@ from hybrid_engine.errors import HybridEngineError, RemoteError
 from hybrid_engine.memory.arena import QueuedCopy
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.switch import sharding_manager
+from hybrid_engine.switch import states
 from hybrid_engine.switch.states import State
 from tests.harness.late_copies import LateCopies, LateCopy
 from tests.harness.launch import on_engines
@@ -35,7 +35,7 @@ def iterations(directory: Path, trainer: str, is_late: bool) -> tuple[list[float
     with ExitStack() as ends:
         patch = ends.enter_context(pytest.MonkeyPatch.context())
         if not is_late:
-            patch.setattr(sharding_manager, "LATE_KINDS", frozenset())
+            patch.setattr(states, "LATE_KINDS", frozenset())
         elif not torch.cuda.is_available():
             LateCopies(patch)
         path = written_model(directory)
