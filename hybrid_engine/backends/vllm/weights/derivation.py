@@ -14,7 +14,7 @@ the results stay where they are, without a copy.
 
 vLLM's own layerwise reload (model_loader/reload) does the former for parameters and buffers of one
 layer. It cannot replace this file: it loses a head that is tied to the embedding
-(tests/hybrid_engine/backends/vllm/test_layerwise_reload.py fails when that changes). This file
+(patches/upstream/vllm-tied-head-reload; tests/test_upstream.py fails when that changes). This file
 re-derives everything that a group reaches, including tensors in methods, kernels and attention.
 Flags that keep the processing from running twice need no special case, because every write is
 rolled back first. And only one group's memory passes through loader layout at a time, where

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +14,6 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.arguments import CPU_WORKER
-from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.backends.vllm.isolation import destroy_groups
 from hybrid_engine.backends.vllm.process_state import random_state_kept, seeded_state
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -72,33 +67,6 @@ def build(directory: str, config: Mapping[str, Any], **settings: Any) -> Inferen
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
     engine_settings = InferenceSettings(directory, generate=generate, **settings)
     return InferenceEngine(engine_settings, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config))
-
-
-@contextlib.contextmanager
-def plain_llm(checkpoint: str, **arguments: Any) -> Iterator[Any]:
-    """Yield a vLLM over all ranks that loads the checkpoint itself."""
-    from vllm import LLM
-
-    # Only the worker and the names of shared memory are ours.
-    os.environ[ENGINE_TOKEN] = job().agreement.gather(secrets.token_hex(8), str, "naming shared memory")[0]
-    llm = LLM(
-        checkpoint,
-        skip_tokenizer_init=True,
-        distributed_executor_backend="external_launcher",
-        tensor_parallel_size=job().world_size,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=8,
-        max_logprobs=-1,
-        kv_cache_memory_bytes=16 << 20,
-        worker_cls=CPU_WORKER,
-        **arguments,
-    )
-    del os.environ[ENGINE_TOKEN]
-    # At garbage collection the finalizer would end the default process group.
-    llm.llm_engine.engine_core._finalizer.detach()
-    yield llm
-    destroy_groups()
 
 
 def sizes(**chosen: Any) -> InferenceParallelism:
