@@ -219,10 +219,18 @@ def _save_tokenizer(directory: Path, image_of_template: str) -> None:
 
 
 def required_environment() -> dict[str, str]:
-    """Return variables of processes that find torchvision, for torch for CPUs; skip the test without it."""
+    """Return `vision_environment()`; skip the test without torchvision."""
+    environment = vision_environment()
+    if environment is None:
+        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+    return environment
+
+
+def vision_environment() -> dict[str, str] | None:
+    """Return variables of processes that find torchvision, for torch for CPUs; None without it."""
     installed = Path(os.environ.get("TORCHVISION_FOLDER", Path(sys.prefix) / "vision"))
     if not (installed / "torchvision").is_dir():
-        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+        return None
     folders = [REPO_ROOT / "tests" / "vision_path", installed, REPO_ROOT]
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([*map(str, folders), *inherited])
