@@ -21,6 +21,7 @@ of a replica fails, the others wait for it in vLLM; such a replica cannot go on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -173,6 +174,9 @@ class InferenceEngine(CompletingEngine):
                 finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
                 if finalizer is not None:
                     finalizer.detach()
+                # vLLM froze what the collector knew. What stays frozen when the process ends is
+                # reported as leaked by the libraries that made it.
+                atexit.register(gc.unfreeze)
                 with self._agreement.phase("joining the drafter to the main model"):
                     model = functools.reduce(join, models)
                 config = self._llm.llm_engine.vllm_config
