@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hybrid_engine")
 
-_SINGLE_ANSWER_ARGUMENTS = frozenset({"add_generation_prompt", "continue_final_message"})
+_SINGLE_ANSWER_ARGUMENTS = ("add_generation_prompt", "continue_final_message")
 
 
 def converse(
@@ -425,9 +425,10 @@ def _violations(
     max_tokens_per_turn: int | None,
     chat: Mapping[str, Any],
 ) -> Violations:
-    for name in _SINGLE_ANSWER_ARGUMENTS.intersection(chat):
-        problem = "not available here: every turn begins with an answer of the model"
-        yield Violation(name, problem, "Leave it out", code="not-supported")
+    for name in _SINGLE_ANSWER_ARGUMENTS:
+        if name in chat:
+            problem = "not available here: every turn begins with an answer of the model"
+            yield Violation(name, problem, "Leave it out", code="not-supported")
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         problem = f"got {shortened(prompts)}"
         yield Violation("prompts", problem, "Pass a list of prompts", code="not-a-list")

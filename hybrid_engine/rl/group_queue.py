@@ -133,7 +133,7 @@ class GroupQueue:
     def others(self, number: int, count: int) -> Iterator[tuple[int, Any]]:
         """Yield number and prompt of up to `count` prompts of a list that a step does not have.
 
-        They are the same in a repeated run. Yields nothing if the caller's prompts are no list.
+        They are the same in a repeated run. Yields nothing if the caller's prompts are not a list.
         """
         prompts = self._arguments.prompts
         if are_listed(prompts):

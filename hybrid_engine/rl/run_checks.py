@@ -363,7 +363,8 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
 
 def _unknown_arguments(chat: Mapping[str, Any]) -> Violations:
     """Yield keyword arguments that are none of a run, with the one that was probably meant."""
-    for name in chat.keys() - {*_CHAT_ARGUMENTS}:
+    # In the order of the call, the same on all ranks.
+    for name in [name for name in chat if name not in _CHAT_ARGUMENTS]:
         suggestion = nearest(name, _KNOWN_ARGUMENTS)
         remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
         problem = "this call has no such argument"

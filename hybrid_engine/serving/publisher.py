@@ -84,11 +84,7 @@ from hybrid_engine.serving.invitation import (
 from hybrid_engine.serving.roles import NoInference
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
-from hybrid_engine.switch.states import (
-    State,
-    Switch,
-    resident_kinds,
-)
+from hybrid_engine.switch.states import State, Switch, resident_kinds
 
 logger = logging.getLogger("hybrid_engine")
 
