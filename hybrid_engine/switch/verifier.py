@@ -13,7 +13,7 @@ previous state is restored.
 
     training     | rank 0              | rank 1              |
     inference    | ranks 0, 1    | ranks 2, 3                |
-    regions      |               |     |                     |    have the same keys on all ranks
+    regions      | a             | b   | c                   |    with the same keys on all ranks
 
 A region is the intersection of a box of training with a box of inference, so both sides digest it
 in place. Neither the plan nor a transport is involved: the comparison checks both. Memory: 16 bytes
@@ -25,7 +25,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -205,7 +204,7 @@ class Verification:
     def _compare_replicas(
         self, keys: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor
     ) -> None:
-        """Report regions whose replicas differ; only the first such region of a tensor is reported.
+        """Report regions of this rank whose replicas differ, only the first of each tensor.
 
         Args:
             keys: [N] keys of regions, sorted.
@@ -213,14 +212,14 @@ class Verification:
             ranks: [N] ranks that train the regions.
         """
         differ = (keys[1:] == keys[:-1]) & (digests[1:] != digests[:-1])
+        different = {*keys[1:][differ].tolist()}
         named: set[str] = set()
-        for key in keys[1:][differ].unique().tolist():
-            region = self._regions.by_key.get(key)
-            # Ranks that hold a region report it.
-            if region is None or region.tensor in named:
+        for part, _ in (*self._source, *self._destination):
+            region = part.region
+            if part.key not in different or region.tensor in named:
                 continue
             named.add(region.tensor)
-            is_region = keys == key
+            is_region = keys == part.key
             by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
             self._findings.append(replicas_differ(region_text(region), by_rank))
 
@@ -257,7 +256,6 @@ class CommonRegions:
     Attributes:
         dtypes: tensor -> its dtype in inference, in the plan's order.
         source, destination: this rank's regions on each side.
-        by_key: regions of both sides.
     """
 
     def __init__(self, source: Side, destination: Side, rank: int) -> None:
@@ -265,8 +263,6 @@ class CommonRegions:
         self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in inference.owners}
         self.source = self._regions_of(source.kind(rank), inference.owners)
         self.destination = self._regions_of(destination.kind(rank), source.holdings.owners)
-        placed = chain(*self.source.values(), *self.destination.values())
-        self.by_key = {part.key: part.region for part in placed}
 
     def _regions_of(self, layout: Layout, others: Mapping[str, TensorOwners]) -> OwnRegions:
         """Return the regions of one rank's layout; `others`: boxes of the other side."""
