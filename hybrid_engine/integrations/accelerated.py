@@ -14,10 +14,13 @@ from hybrid_engine.hybrid_engine import HybridEngine
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
+    from hybrid_engine.switch.report import ReshardReport
 
 
 def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine:
     """Build an engine around a model that accelerate has prepared. Collective.
+
+    The main process prints the report of the first switch in each direction.
 
     Args:
         owner: object with `model` and `accelerator`.
@@ -29,7 +32,17 @@ def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine
     os.environ.setdefault("LOCAL_RANK", str(accelerator.local_process_index))
     os.environ.setdefault("WORLD_SIZE", str(accelerator.num_processes))
     import_module("trl.trainer.utils").ensure_master_addr_port()
-    return HybridEngine(model=owner.model, rollout_config=rollout_config, shard=False)
+    engine = HybridEngine(model=owner.model, rollout_config=rollout_config, shard=False)
+    announced: set[str] = set()
+
+    def announce(report: ReshardReport) -> None:
+        if report.direction not in announced:
+            announced.add(report.direction)
+            print(report, flush=True)
+
+    if accelerator.is_main_process:
+        engine.on_reshard_end(announce)
+    return engine
 
 
 def merge_configs(

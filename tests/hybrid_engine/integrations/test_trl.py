@@ -8,6 +8,8 @@ process that samples and scores.
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -275,6 +277,18 @@ def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, t
         assert result["kinds"] == {"DTensor" if kind == "shards" else "Parameter"}
     for copies, shards in zip(results["copies"]["losses"], results["shards"]["losses"], strict=True):
         assert shards == pytest.approx(copies, abs=1e-4)
+
+
+@with_trl
+@pytest.mark.long
+def test_the_example_says_that_it_uses_the_engine_and_learns() -> None:
+    command = [sys.executable, "examples/trl_sums.py"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout
+    lines = [line for line in output.splitlines() if line.startswith(("[Reshard]", "rewards"))]
+    assert [line.split()[1] for line in lines[:-1]] == ["direction=train->infer", "direction=infer->train"]
+    rewards = [float(word) for word in lines[-1].split()[5:]]
+    assert rewards[0] < 0.6
+    assert rewards[-1] > 0.75
 
 
 @with_trl
