@@ -108,7 +108,10 @@ Fields = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=1000)]
 NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
 """Empty default; pydantic copies it for each section."""
 OF_VLLM: Final = "engine argument"
-"""Mark of a key that vLLM gets under the same name. To pass another argument, add a key with it."""
+"""Mark of a key that vLLM gets under the same name.
+
+Other arguments of files: IN_FILES in inference_rules.py.
+"""
 MAY_CHANGE: Final = "may change in a run"
 """Mark of a key that may differ in a resumed run.
 

@@ -2,7 +2,7 @@
 
 To add a transport: write a class that extends `context.Transport`; put it into `REGISTRY`,
 before the transports that it is better than; add its name to `generate_config.transport` if users
-may choose it; add a case to the contract tests.
+may choose it. The contract tests run over every class of the registry.
 """
 
 from __future__ import annotations
