@@ -52,18 +52,32 @@ _COMPRESSED_TENSORS: Mapping[str, tuple[BlockFormat, Known]] = {
     "mxfp8-quantized": (
         MXFP8,
         # vLLM tells it from other fp8 by the dtype of its scales.
-        {"num_bits": (8,), "group_size": (32,), "scale_dtype": ("torch.uint8",)},
+        {
+            "num_bits": (8,),
+            "group_size": (32,),
+            "scale_dtype": ("torch.uint8",),
+            "strategy": (None, "group"),
+        },
     ),
     "mxfp4-pack-quantized": (
         MXFP4,
-        {"num_bits": (4,), "group_size": (32,), "scale_dtype": (None, "torch.uint8")},
+        {
+            "num_bits": (4,),
+            "group_size": (32,),
+            "scale_dtype": (None, "torch.uint8"),
+            "strategy": (None, "group"),
+        },
     ),
     "nvfp4-pack-quantized": (
         NVFP4,
-        {"num_bits": (4,), "group_size": (16,), "scale_dtype": (None, "torch.float8_e4m3fn")},
+        {
+            "num_bits": (4,),
+            "group_size": (16,),
+            "scale_dtype": (None, "torch.float8_e4m3fn"),
+            "strategy": (None, "tensor_group"),
+        },
     ),
 }
-_STRATEGIES = {"mxfp8": "group", "mxfp4": "group", "nvfp4": "tensor_group"}
 _ONLY_COMPRESSED: Known = {"sparsity_config": (None, {}), "transform_config": (None, {})}
 _OF_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 _MODELOPT = {"NVFP4": NVFP4_OF_MODELOPT, "W4A16_NVFP4": NVFP4_OF_MODELOPT, "MXFP8": MXFP8}
@@ -206,7 +220,7 @@ def _compressed_tensors_format(
         problems.append(f"format {name!r}, not {' or '.join(_COMPRESSED_TENSORS)}")
         return None
     form, known = _COMPRESSED_TENSORS[name]
-    known = {**known, **_MATRICES, "strategy": (None, _STRATEGIES[form.method])}
+    known = {**known, **_MATRICES}
     for group in groups:
         weights = group.get("weights")
         problems += _problems(weights if isinstance(weights, Mapping) else {}, known)
@@ -241,7 +255,6 @@ def _usual_config(hf_config: HfConfig, method: str) -> dict[str, Any]:
         "type": "float",
         "symmetric": True,
         "dynamic": False,
-        "strategy": _STRATEGIES[method],
     }
     activations = None if form.tensor_scale is not None else {**weights, "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}

@@ -63,6 +63,9 @@ Servers were started with --api-key or with this variable.
 MAX_NBYTES = 2**32
 """Limit of a response's body; a completion takes about 150 bytes a token."""
 
+CORE_CALLS = ("describe", "probe")
+"""Calls that the gate in a server's engine core answers (backends/vllm/server/gate.py)."""
+
 _T = TypeVar("_T")
 
 
@@ -265,18 +268,6 @@ class HttpServer(Server):
         response = self.get("get_world_size")
         return _read(_WorldSize, response, f"{self.url}/get_world_size").world_size
 
-    def describe(self) -> str:
-        return self._core_rpc("hybrid_engine_describe")
-
-    def probe(self, tokens: list[list[int]]) -> str:
-        return self._core_rpc("hybrid_engine_probe", tokens)
-
-    def _core_rpc(self, method: str, *args: object) -> str:
-        """Call a method that the gate in the server's engine core answers, with one result."""
-        answer = self._call("collective_rpc", method=method, args=args)
-        (text,) = _read(_Results, answer, f"{self.url}/collective_rpc, {method}").results
-        return text
-
     def get(self, route: str) -> Any:
         """Return the response of any route of the server to GET, as JSON has it."""
         return self._request("GET", route, self._timeout)
@@ -298,6 +289,11 @@ class HttpServer(Server):
             super().update_weight_version(new_version)
 
     def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
+        if name in CORE_CALLS:
+            method = f"hybrid_engine_{name}"
+            answer = self._call("collective_rpc", method=method, args=[*fields.values()])
+            (text,) = _read(_Results, answer, f"{self.url}/collective_rpc, {method}").results
+            return text
         seconds = self._timeout if has_timeout else None
         if name == "pause":
             query = {key: str(value).lower() for key, value in fields.items()}

@@ -12,7 +12,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.server.routes import drawn_with
 from hybrid_engine.errors import ServerError, clipped
 from hybrid_engine.serving import NAME
-from hybrid_engine.serving.clients import Server
+from hybrid_engine.serving.clients import CORE_CALLS, Server
 
 _REQUESTS = {
     "init_weight_transfer_engine": internals.INIT_REQUEST,
@@ -70,18 +70,14 @@ class AsyncServer(Server):
             ]
         }
 
-    def describe(self) -> str:
-        (description, *_) = self._call("collective_rpc", method="hybrid_engine_describe")
-        return str(description)
-
-    def probe(self, tokens: list[list[int]]) -> str:
-        (answer, *_) = self._call("collective_rpc", method="hybrid_engine_probe", args=(tokens,))
-        return str(answer)
-
     def num_workers(self) -> int:
         return int(self.engine.vllm_config.parallel_config.world_size_across_dp)
 
     def _call(self, name: str, has_timeout: bool = True, **fields: Any) -> Any:
+        if name in CORE_CALLS:
+            args = (*fields.values(),)
+            answer, *_ = self._call("collective_rpc", method=f"hybrid_engine_{name}", args=args)
+            return answer
         if (request := _REQUESTS.get(name)) is not None:
             fields = {"request": request.load()(**fields)}
         method = getattr(self.engine, f"{name}_generation" if name in ("pause", "resume") else name)
