@@ -106,6 +106,8 @@ def outline_buckets(
     """
     frozen = frozenset(frozen)
     outlines: list[Outline] = []
+    # Both kinds keep an open bucket: with one, every change from trained to frozen tensors and back
+    # would close a bucket early.
     filling: dict[bool, _OpenBucket] = {}  # by whether the bucket's tensors are frozen
     for cluster in _alternating(_clusters(needs, num_ranks)):
         is_frozen = frozen.issuperset(cluster.tensors)
@@ -114,6 +116,8 @@ def outline_buckets(
         bucket = filling[is_frozen]
         bucket.tensors.extend(cluster.tensors)
         bucket.moved += np.stack([cluster.fills, cluster.frees])
+        # A cluster is never split, so a bucket exceeds the target by less than one cluster: with a
+        # target of 100 and clusters of 60, buckets have 120.
         if bucket.moved.max() >= bucket_nbytes:
             del filling[is_frozen]
             outlines.append(bucket.outline(needs))
@@ -131,6 +135,8 @@ def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferClus
     # of each queue is a candidate for the next place.
     queues: dict[bytes, deque[int]] = {}
     for index, cluster in enumerate(clusters):
+        # Two clusters with the same key differ in sizes only. Taking them in the model's order
+        # loses little, and a step then compares a few queues, not all clusters that are left.
         key = (cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes()
         queues.setdefault(key, deque()).append(index)
     if len(queues) == 1:
@@ -140,8 +146,12 @@ def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferClus
     training = sum(cluster.frees for cluster in clusters)
     inference = sum(cluster.fills for cluster in clusters)
     # Before the first bucket every rank holds exactly its training layout.
+    # Zero or less: a rank of 10 GiB in training and 4 in inference starts at 0, one of 4 and 10
+    # starts at -6, with 6 GiB to fill before it holds more than its larger layout.
     excess = training - np.maximum(training, inference)
     while queues:
+        # Sorted by ordinal: `lexsort` is stable, so the model's order decides between equal
+        # candidates.
         heads = sorted((queue[0], key) for key, queue in queues.items())
         # Fullness of each rank after each candidate, [head, rank].
         after = excess + np.stack([gains[index] for index, _ in heads])
@@ -194,6 +204,7 @@ def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
     # The experts of a layer share few objects: count repeats instead of adding each.
     counts = Counter(map(id, parts))
     distinct = {id(part): part for part in parts}
+    # `parts` keeps the objects alive, so no id is used twice.
     total = np.zeros(num_ranks, dtype=np.int64)
     for part in distinct.values():
         np.add.at(total, part.ranks, part.nbytes * counts[id(part)])
@@ -225,6 +236,7 @@ def release_schedule(
         step = step_of.get(shard.region.tensor, never)
         spans = spans_by_buffer.setdefault(shard.place.buffer.name, [])
         spans.append((extent.start, extent.stop, step))
+    # The last entry collects the intervals that stay, and is dropped below.
     schedule: list[dict[str, list[Extent]]] = [{} for _ in range(never + 1)]
     for name, spans in spans_by_buffer.items():
         for start, stop, step in _disjoint(spans):
@@ -242,6 +254,10 @@ def release_schedule(
 def _disjoint(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Sort spans (start, stop, step) and merge overlapping ones, keeping the latest step."""
     joined: list[tuple[int, int, int]] = []
+    # Extents overlap where tensors alternate in memory: query, key and value of an interleaved QKV
+    # span nearly the same interval. Spans [0, 4) of step 1 and [2, 6) of step 3 become [0, 6) of
+    # step 3, the first moment at which no element of it is needed. Touching spans stay apart, so
+    # that each is released at its own step.
     for start, stop, step in sorted(spans):
         if joined and start < joined[-1][1]:
             last_start, last_stop, last_step = joined.pop()
@@ -288,6 +304,7 @@ class Residency:
         """
         kept: list[int] = []
         resident = np.zeros(self.nbytes.shape[1], dtype=np.int64)  # bytes by kind
+        # A bucket that does not fit is passed over, and a smaller one behind it may still fit.
         for index in preferred:
             total = resident + self.nbytes[index]
             if self.limit is None or total.max(initial=0) <= self.limit:

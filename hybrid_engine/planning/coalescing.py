@@ -49,6 +49,7 @@ def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
         joined: list[Transfer] = []
         for same_shape in by_shape.values():
             joined += map(flattened, _runs(same_shape))
+        # A pass that does not end the loop leaves fewer transfers than before.
         if len(joined) == len(transfers):
             break
         transfers = joined
@@ -57,6 +58,7 @@ def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
 
 def _runs(transfers: list[Transfer]) -> Iterator[Transfer]:
     """Join transfers of one shape where distances are constant in source and destination."""
+    # Destination places are disjoint, so their offsets put the boxes into one definite order.
     ordered = sorted(transfers, key=lambda transfer: (transfer.dst.offset, transfer.src.offset))
     offsets = [(transfer.src.offset, transfer.dst.offset) for transfer in ordered]
     for run, distances in regular_runs(offsets):
@@ -114,9 +116,13 @@ def flattened(transfer: Transfer) -> Transfer:
     dims = list(zip(transfer.lengths, transfer.src.strides, transfer.dst.strides, strict=True))
     kept: list[tuple[int, int, int]] = []
     for length, src, dst in dims:
+        # The stride of such a dim is never stepped and may be any number. Left in, it would keep
+        # equal copies apart in `by_shape`.
         if length == 1:
             continue
         # If one step of the previous dim spans this whole dim on both sides, the two are one dim.
+        # [32, 64] with strides (64, 1) on both sides is [2048] with stride (1). If only one side is
+        # contiguous, the two dims stay.
         if kept and kept[-1][1] == length * src and kept[-1][2] == length * dst:
             kept[-1] = (kept[-1][0] * length, src, dst)
         else:

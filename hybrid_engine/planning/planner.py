@@ -118,11 +118,15 @@ def plan_sides(
     unread = _unread(source.owners, destination.owners)
     unread_faults = _unread_faults(unread, may_stay_unread)
     if unread_faults:
+        # `tensor_classes` below would raise the faults of the holdings alone, so list both kinds
+        # here.
         raise PlanError([*holding_faults(source, destination), *unread_faults])
     numbered = Hosts(hosts, relaying_hosts, devices)
     planner = _Planner(source, destination, numbered, rank)
     for tensors in tensor_classes(source, destination):
         planner.add(tensors)
+    # After `tensor_classes`, which raises for a tensor without holders: `_needs` finds the source
+    # of every destination tensor.
     needs = _needs(source, destination)
     outlines = outline_buckets(needs, numbered.num_ranks, bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
@@ -142,6 +146,7 @@ def frozen_tensors(
     frozen = frozenset(frozen)
     num_ranks = destination.num_ranks
     outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes, frozen)
+    # A frozen tensor that shares a group with a trained one is sent with it in every switch.
     separate = (outline.tensors for outline in outlines if frozen.issuperset(outline.tensors))
     return frozenset().union(*separate)
 
@@ -172,6 +177,8 @@ def box_transfers(
     They are for files, which are read and written box by box, and have neither buckets nor
     coalescing. Arguments and errors as in `plan`.
     """
+    # Finer shapes first: without coalescing, every second row of [E, 2 I] would be a box per row,
+    # where [E, I, 2] has a single box.
     held, needed = _checked_sides(*refined_alike(source, destination), may_stay_unread)
     planner = _Planner(held, needed, Hosts(hosts), rank)
     for tensors in tensor_classes(held, needed):
@@ -299,6 +306,8 @@ class _Planner:
     def add(self, tensors: TensorClass) -> None:
         """Plan the tensors of a class, unless the plan is for a rank that has no part in them."""
         boxes = (*tensors.sources, *tensors.destinations)
+        # The plan of one rank skips most classes here: on a pipeline stage, those of all other
+        # stages.
         if not any(self._is_planned(box.ranks) for box in boxes):
             return
         # Ranks that share a device read each other's memory, so nothing is missing between them.
@@ -328,8 +337,10 @@ class _Planner:
         for tensor in outline.tensors:
             direct += self.transfers.get(tensor, ())
             relayed += self.relayed.get(tensor, ())
+            # The classes that `add` skipped have no entry.
             if tensor in self._missing:
                 missing, itemsize = self._missing[tensor]
+                # `Counter.update` adds to the counts, unlike that of a dict.
                 least.update({rank: numel * itemsize for rank, numel in missing.items()})
         # Relayed boxes are laid out in the plan's order, and coalesced only afterwards.
         arriving, fan_out = relays.lay_out(index, relayed)
@@ -349,6 +360,7 @@ class _Planner:
             destination = moving.tensors.destinations[receivers.destination]
             for part in receivers.parts:
                 source = moving.tensors.sources[part.source]
+                # Skip before `senders`, which computes the senders of all receivers at once.
                 if not self._is_planned(receivers.ranks) and not self._is_planned(source.ranks):
                     continue
                 region = moving.box(part.region)
@@ -395,6 +407,7 @@ class _Planner:
                         moving.name,
                         region.lengths,
                         src,
+                        # `is_relayed` is false only if a single place reads the box.
                         places[0],
                         nbytes,
                         Link.NETWORK,

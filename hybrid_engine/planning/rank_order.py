@@ -121,6 +121,8 @@ class _Gain:
         for rows, held in holders:
             held_regions = [box.region for box in held]
             for columns, needed in needers:
+                # Boxes that a position needs may overlap. |wanted and held| = |wanted| - |wanted
+                # without held|.
                 wanted = union(box.region for box in needed)
                 missing = subtract_all(wanted, held_regions)
                 common = sum(box.numel for box in wanted) - sum(box.numel for box in missing)
@@ -154,6 +156,7 @@ def _by_hosts(gain: _Gain, hosts: Hosts) -> Order:
     """
     members = [np.flatnonzero(hosts.numbers == number) for number in range(hosts.count)]
     order = np.empty(len(hosts.numbers), dtype=np.int64)
+    # Sets of positions and of ranks are exchanged whole, which needs equal sizes.
     for size in {len(ranks) for ranks in members}:
         same_size = [ranks for ranks in members if len(ranks) == size]
         _exchange(gain, same_size, same_size, order)
@@ -167,11 +170,15 @@ def _by_tensor_groups(gain: _Gain, hosts: Hosts, groups: list[np.ndarray]) -> Or
     slots: list[np.ndarray] = []
     for number in range(hosts.count):
         ranks = np.flatnonzero(hosts.numbers == number)
+        # Every group lies on one host (`_tensor_groups`), so this divides evenly and `gain.best`
+        # gets as many positions as ranks.
         num_slots = len(ranks) // group_size
         # Cut the host as is best if all its groups were of one kind: the kind of which it holds
         # most. The joint optimum over all kinds would not be an assignment problem.
         cuts = [gain.best(ranks, np.tile(group, num_slots)) for group in kinds.values()]
         _, chosen = max(cuts, key=lambda cut: cut[0])
+        # `chosen` indexes the repeated positions. With groups of 4 on a host of 8, indices 0 to 3
+        # are slot 0 and 4 to 7 slot 1.
         slot_of = chosen // group_size
         slots += [ranks[slot_of == slot] for slot in range(num_slots)]
     order = np.empty(len(hosts.numbers), dtype=np.int64)
@@ -191,10 +198,13 @@ def _exchange(
     gains = np.array(
         [[gain.best(ranks, block)[0] for block in block_kinds] for ranks in part_kinds],
     )
+    # [parts, blocks], by their kinds: 512 hosts of one kind need a single call of `gain.best`, not
+    # 512 squared.
     block_of_part = _assign(gains[np.ix_(kind_of_part, kind_of_block)])
     for ranks, number in zip(parts, block_of_part, strict=True):
         block = blocks[number]
         _, chosen = gain.best(ranks, block)
+        # Rank i of the part takes position `block[chosen[i]]`.
         order[block[chosen]] = ranks
 
 

@@ -75,12 +75,15 @@ def staging_nbytes(
             if transfer.dst_rank == rank and transfer.dst.buffer not in relays:
                 received += transfer.nbytes
         for side, nbytes in (("send", sent), ("receive", received)):
+            # Message slots are separate for the two directions: a rank sends from one while it
+            # receives into the other.
             slot = (bucket.index % NUM_SLOTS, side)
             slots[slot] = max(slots.get(slot, 0), nbytes)
     relayed: dict[str, int] = {}  # bytes in this rank's relay buffers, by bucket
     for buffer_id, buffer in relays.items():
         if buffer_id.rank == rank:
             relayed[buffer.group] = relayed.get(buffer.group, 0) + buffer.nbytes
+    # Relay buffers in buckets 0 and 2 only: both use slot 0, and slot 1 stays unallocated.
     num_slots = len({int(bucket) % NUM_SLOTS for bucket in relayed})
     return sum(slots.values()) + num_slots * max(relayed.values(), default=0)
 
@@ -127,6 +130,7 @@ class RelayPlanner:
                 fan_out.append(
                     Transfer(region.tensor, region.lengths, relay, place, nbytes, link),
                 )
+            # Replaced at each box; the last one has the whole length.
             self.buffers[buffer] = Buffer(
                 ends[buffer],
                 box.dtype,

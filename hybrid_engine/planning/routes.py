@@ -68,6 +68,7 @@ def nearest_first(
     """
     for link, numbers in by_link.items():
         # The region itself breaks ties, so that every rank sorts alike.
+        # The largest part first leaves the fewest pieces to the sources behind it.
         for number in sorted(numbers, key=lambda index: (-common[index].numel, common[index])):
             yield BoxSource(common[number], number, link)
 
@@ -80,6 +81,8 @@ def are_slices(needed: Region, parts: Collection[Region]) -> bool:
         for dim, bounds in enumerate(zip(part.offsets, part.lengths, strict=True)):
             if bounds != whole[dim]:
                 cut_dims.add(dim)
+    # The sources cover `needed` (`tensor_classes` raises otherwise), so parts whose sizes add up to
+    # it cannot overlap: with an overlap there would be a gap, too.
     return len(cut_dims) <= 1 and sum(part.numel for part in parts) == needed.numel
 
 
@@ -102,6 +105,8 @@ def common_boxes(needed: Mapping[int, Sequence[BoxSource]]) -> list[CommonBox]:
     for number, parts in needed.items():
         near = touching([box.region for box in boxes], [part.region for part in parts])
         # Pieces of each box so far: every part cuts the boxes it touches, and the rest is new.
+        # Boxes stay disjoint throughout: a part is cut at the boxes so far, and only what lies
+        # outside of all of them is new.
         pieces = [[box] for box in boxes]
         new: list[CommonBox] = []
         for part, touched in zip(parts, near, strict=True):
@@ -170,6 +175,7 @@ class Hosts:
         shared = []
         for box in owners:
             has_box = np.isin(self.devices, self.devices[box.ranks])
+            # Each rank once: a copy more of the box makes nothing less missing.
             shared.append(replace(box, ranks=np.flatnonzero(has_box)))
         return tuple(shared)
 
@@ -265,8 +271,10 @@ class _ByPlace:
     def __init__(self, ranks: np.ndarray, place_of: np.ndarray) -> None:
         places = place_of[ranks]
         self.place_of = place_of
+        # Stable, so the ranks of each place stay sorted.
         self.ranks = ranks[np.argsort(places, kind="stable")]
         self.count = np.bincount(places, minlength=int(place_of.max()) + 1)
+        # Counts [2, 0, 3] give starts [0, 2, 2].
         self.start = np.cumsum(self.count) - self.count
 
     def rows(self, places: np.ndarray) -> np.ndarray:
@@ -306,6 +314,7 @@ class _Source:
         reached = {Link.SELF: self.held[ranks]}
         for link, places in self.near.items():
             num_holders = places.count[places.place_of[ranks]]
+            # A holder is on its own device and host, so each row includes the rows of nearer links.
             reached[link] = num_holders > 0
         return reached
 
@@ -361,6 +370,9 @@ class Routes:
         place = near.place_of[receivers.ranks]
         # Every earlier tensor of the class has taken as many positions as this place has receivers.
         rounds = offset.first + offset.index * source.rounds[part.link][place]
+        # 3 receivers and 2 holders on a host: the first tensor takes holders 0 1 0 and the second 1
+        # 0 1, after which each holder has sent three times. `first` starts classes at different
+        # holders.
         holder = (positions + rounds) % near.count[place]
         return near.ranks[near.start[place] + holder]
 
@@ -370,6 +382,8 @@ class Routes:
 
     def relay_ranks(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
         """Return the rank of each host, one of its readers, that receives a box of one tensor."""
+        # Consecutive boxes and consecutive tensors enter the host at different ranks, so that no
+        # network interface takes them all.
         column = (ingress.number + offset.first + offset.index) % ingress.readers.shape[1]
         return ingress.readers[:, column]
 
@@ -411,6 +425,8 @@ class Routes:
                     yield Flow(part.link, senders, receivers.ranks, numel * itemsize)
         for ingress in self.ingress:
             num_holders = len(self._sources[ingress.source].ranks)
+            # The sender repeats after `num_holders` tensors, or a divisor of it, and the relay rank
+            # after as many as there are columns.
             period = math.lcm(num_holders, ingress.readers.shape[1])
             for offset, itemsize in _distinct_offsets(first, itemsizes, period):
                 yield from self._ingress_flows(ingress, offset, ingress.region.numel * itemsize)
@@ -436,6 +452,7 @@ class Routes:
             return 1
         # A common multiple of the lengths of all round robins that serve these receivers.
         source = self._sources[part.source]
+        # The round robins of a source have equally many senders, a divisor of this number.
         if part.link is Link.NETWORK:
             return len(source.ranks)
         near = source.near[part.link]
@@ -452,6 +469,12 @@ class Routes:
         # Senders and receivers are divided into as many round robins as divides both evenly, so
         # that a rank meets few peers.
         ranks = self._sources[source].ranks
+        # 4 senders (ranks 0 to 3) and 6 receivers: gcd 2, so 2 parts of 2 senders and 3 receivers.
+        #     position         0  1  2  3  4  5
+        #     part             0  1  0  1  0  1    part 0 has senders 0 and 1, part 1 has 2 and 3
+        #     first tensor     0  2  1  3  0  2
+        #     second tensor    1  3  0  2  1  3    continues at position 3, and 3 % 2 = 1
+        # With one round robin, every receiver would in time meet all 4 senders.
         num_receivers = int(self._network_rounds[source])
         num_parts = math.gcd(num_receivers, len(ranks))
         receivers_per_part = num_receivers // num_parts
@@ -492,17 +515,21 @@ class Routes:
         # Ranks with equal columns in these rows form a class.
         rows = [row for by_link in reached.values() for row in by_link.values()]
         rows.append(self._hosts.are_relaying[ranks])
+        # A row per distinct number, true where a rank has that many copies.
         rows += [copies == number for number in np.unique(copies)]
         for members in groups_of_columns(rows, len(ranks)):
             first = members[0]
             by_link: dict[Link, list[int]] = {link: [] for link in Link}  # nearest first
             for number, rows_by_link in reached.items():
+                # The nearest link whose row is true. A source that none of them reaches is remote.
                 links = (link for link, row in rows_by_link.items() if row[first])
                 by_link[next(links, Link.NETWORK)].append(number)
             in_order = nearest_first(by_link, common)
             parts = tuple(in_order if are_disjoint else self._cover(region, in_order))
             from_network: tuple[BoxSource, ...] = ()
             if self._hosts.are_relaying[ranks[first]]:
+                # On a relaying host these parts are shared with other classes before they become
+                # transfers.
                 from_network = tuple(part for part in parts if part.link is Link.NETWORK)
                 parts = tuple(part for part in parts if part.link is not Link.NETWORK)
             # A class enqueues once at each source, even for several parts of one source.
@@ -528,6 +555,8 @@ class Routes:
         # A column per host: the number of its ranks in each class of receivers. Hosts with equal
         # columns are of one kind: the same boxes go to the same positions among their ranks.
         num_receivers = [ranks.count for ranks in by_host]
+        # [classes, hosts] -> distinct columns. Hosts that receive nothing have a column of zeros,
+        # from which no box follows.
         kinds, kind_of = np.unique(num_receivers, axis=1, return_inverse=True)
         for kind, counts in enumerate(kinds.T):
             hosts = np.flatnonzero(kind_of.ravel() == kind)
@@ -559,6 +588,7 @@ class Routes:
         """Cut `needed` into parts: each source in order provides its share of the missing boxes."""
         missing = [needed]
         for source in in_order:
+            # The boxes in `missing` are disjoint, and so are the parts cut from them.
             region = self._sources[source.source].region
             for box in missing:
                 part = box.intersect(region)
@@ -582,6 +612,7 @@ class Routes:
         source = self._sources[part.source]
         place = source.near[part.link].place_of[ranks]
         rounds = source.rounds[part.link]
+        # Place 0 has taken 3 positions so far: ranks at places 0, 1, 0 take positions 3, 0, 4.
         positions = rounds[place] + _position_in_place(place)
         rounds += np.bincount(place, minlength=len(rounds))
         return positions
@@ -596,6 +627,8 @@ def _distinct_offsets(
 
     Tensors of a class that are a multiple of `period` apart have the same senders.
     """
+    # With period 2 and item sizes [2, 2, 4], tensors 0 and 2 share senders: 6 bytes per element at
+    # index 0, and 2 at index 1.
     for index in range(min(period, len(itemsizes))):
         yield RoundRobinOffset(first, index), int(itemsizes[index::period].sum())
 

@@ -43,6 +43,7 @@ def missing_by_rank(
     # Ranks that need and hold the same boxes have equal columns: one box computation serves all.
     for members in groups_of_columns([*needs, *holds], len(ranks)):
         first = members[0]
+        # Two boxes that a rank needs may overlap, hence the union; `held` may overlap without harm.
         needed = union(
             box.region for box, need in zip(destinations, needs, strict=True) if need[first]
         )

@@ -89,6 +89,7 @@ def _wire_itemsizes(names: Sequence[str], source: Holdings, destination: Holding
     itemsizes = np.empty(len(names), dtype=np.int64)
     for index, name in enumerate(names):
         dtype = destination.dtypes[name]
+        # A tensor without a source gets any number: `_unserved_faults` rejects its class.
         itemsizes[index] = DTYPE_NBYTES[wire_dtype(source.dtypes.get(name, dtype), dtype)]
     return itemsizes
 
@@ -128,6 +129,7 @@ def _unserved(
 
 
 def _unserved_fault(tensor: str, ranks: np.ndarray, region: Region) -> str:
+    # A rank is listed once per place that needs the box.
     first, *others = np.unique(ranks).tolist()
     needing = f"rank {first}"
     if others:
