@@ -152,6 +152,7 @@ class Interned:
         for box in boxes:
             by_box.setdefault((box.offsets, box.lengths), []).append(box.ranks)
         joined = []
+        # Bounds are distinct, so sorting never gets to compare lists of arrays.
         for bounds, parts in sorted(by_box.items()):
             # A single array is interned already.
             ranks = parts[0] if len(parts) == 1 else self.ranks(np.concatenate(parts))
@@ -261,9 +262,12 @@ class Holdings:
             rank: the rank.
             part: a box inside the box of `owners`.
         """
+        # A box [4, 8) and its part [6, 8): the part starts 2 rows into the box.
         shift = [low - base for low, base in zip(part.offsets, owners.offsets, strict=True)]
         places = []
         for placed in self.placed[tensor]:
+            # The tuple of boxes is shared by equivalent tensors, so the index is made once for all
+            # of them.
             index = self._placed_by_box.get(id(placed.boxes))
             if index is None:
                 index = self._placed_by_box[id(placed.boxes)] = {}
@@ -334,6 +338,8 @@ def holdings_of(
             boxes = []
             for (box, numel, start, strides), ranks in by_place.items():
                 box_owners = BoxOwners(*box, all_ranks(tuple(ranks)))
+                # The live name is the value of `{name}`, not the pattern: braces in it stay as they
+                # are.
                 boxes.append(PlacedBox(box_owners, "{name}", numel, start, strides))
             parts.append(PlacedBoxes(tuple(boxes), {"name": buffer_name}, group))
         placed[name] = tuple(parts)
@@ -440,6 +446,7 @@ class SideBuilder:
         by_boxes: dict[tuple[int, ...], TensorOwners] = {}
         owners: dict[str, TensorOwners] = {}
         for name, parts in placed.items():
+            # `placed` keeps the tuples alive, so their ids stay unique.
             key = tuple(id(part.boxes) for part in parts)
             if key not in by_boxes:
                 by_boxes[key] = _joined_owners(interned, parts)

@@ -121,6 +121,8 @@ class Place:
         Args:
             lengths: elements of the box per dim, all at least 1.
         """
+        # The last index of a dim is length - 1: two rows of 3 in a buffer of rows of 10 span 13
+        # elements, [10 + 2 + 1], gaps included.
         steps = zip(lengths, self.strides, strict=True)
         reach = sum((length - 1) * stride for length, stride in steps)
         return Extent(self.offset, self.offset + reach + 1)
@@ -228,6 +230,7 @@ class Layout:
             if name not in splits:
                 shards.append(shard)
                 continue
+            # A shard that starts or ends within a refined row becomes several boxes.
             for box in refined_boxes(shard.region, shard.place.strides, splits[name]):
                 region = Region(name, box.offsets, box.lengths)
                 offset = shard.place.offset + box.dst_offset

@@ -75,6 +75,8 @@ class Region:
         # lengths), then has the bounds of `common` in that dim.
         offsets = list(self.offsets)
         lengths = list(self.lengths)
+        # The middle [1:3, 1:3] of a 4 x 4 box leaves row 0, row 3, and then of rows 1 and 2 only
+        # column 0 and column 3: four boxes, where cutting every dim at once would give eight.
         for dim, (low, high) in enumerate(zip(common.offsets, common.ends, strict=True)):
             end = offsets[dim] + lengths[dim]
             for start, stop in ((offsets[dim], low), (high, end)):
@@ -185,6 +187,7 @@ def splits_of(shape: Shape, finer: Shape) -> tuple[Shape, ...] | None:
     remaining = list(finer)
     splits = []
     for index, size in enumerate(shape):
+        # (8, 6) and (8, 3, 2): 8 takes 8, and 6 takes 3 and 2.
         split = [remaining.pop(0)] if remaining else []
         # Leave a dim for each that follows.
         while math.prod(split) < size and len(remaining) > len(shape) - index - 1:
@@ -216,6 +219,8 @@ def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -
                 (start - first) * stride,
                 tuple(unit * stride for unit in contiguous_strides(split)),
             )
+            # [1, 6) of a dim of 6 that is split into (3, 2): row 0 from column 1, then rows 1 and 2
+            # whole.
             for start, runs in _runs_of(first, first + length, split)
         ]
         boxes = [
@@ -246,6 +251,8 @@ def _runs_of(start: int, stop: int, split: Shape) -> Iterator[tuple[int, list[tu
     while position < stop:
         row, column = divmod(position, unit)
         num_rows = (stop - position) // unit
+        # At the start of a row, take all rows that are whole. Otherwise, or for a last row that is
+        # cut short, take a part of one row.
         if column == 0 and num_rows:
             yield position, [(row, num_rows), *whole]
             position += num_rows * unit
@@ -287,6 +294,7 @@ def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[View
     for size, src_stride, dst_stride in zip(src.shape, src.strides, dst.strides, strict=True):
         if size == 0:
             return []
+        # A loop of one step never steps, and its stride may be any number.
         if size != 1:
             loops.append(_LoopNest(size, src_stride, dst_stride))
     split: list[_LoopNest] = []
@@ -301,6 +309,7 @@ def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[View
         for i, loop in zip(index, unrolled, strict=True):
             src_start += i * loop.src
             dst_start += i * loop.dst
+        # A dim without a loop stays at one index: length 1, and the stride is never used.
         dims = [box_loops.get(dim, _LoopNest(1, 0, 0)) for dim in range(len(shape))]
         copies.append(
             ViewCopy(
@@ -354,6 +363,8 @@ def _split(
         return
     size = shape[dim]
     is_longer = loop.size > size and loop.size % size == 0
+    # A view of 6 elements of a tensor [4, 3] from element 3 is rows 1 and 2. From element 1 it is
+    # parts of three rows: no loop starts at a border, and it becomes 6 boxes of one element.
     if is_longer and _unravel(start, shape, canonical)[dim] == 0:
         outer = _LoopNest(loop.size // size, loop.src * size, loop.dst * size)
         yield from _split(outer, shape, canonical, start)
@@ -398,6 +409,7 @@ def _choose_box_loops(
     """
     box_loops: dict[int, _LoopNest] = {}
     unrolled: list[_LoopNest] = []
+    # The longest first: each loop that is not chosen multiplies the number of boxes by its size.
     for loop in sorted(loops, key=lambda loop: -loop.size):
         dim = _dim_of(loop.src, shape, canonical)
         if dim is not None and canonical[dim] == loop.src and dim not in box_loops:
@@ -423,6 +435,8 @@ def _dim_out_of_bounds(
     for index in _steps(unrolled):
         shift = sum(i * loop.src for i, loop in zip(index, unrolled, strict=True))
         origin = _unravel(start + shift, shape, canonical)
+        # A view [2, 2] of a tensor [4, 3] with strides (3, 1) from element 2 has elements 2, 3, 5,
+        # 6. Its second column is column 0 of the next rows, so it is two boxes of one column.
         for dim, loop in box_loops.items():
             if origin[dim] + loop.size > shape[dim]:
                 return dim

@@ -254,6 +254,7 @@ class Side:
         for rank, indices in enumerate(by_rank):
             number = kind_numbers.setdefault(tuple(indices), len(kind_numbers))
             kind_of[rank] = number
+            # A number that was just given out: the first rank of a new kind.
             if number == len(firsts):
                 firsts.append(rank)
         # Each names message is decoded once: layouts share its tensors, and `Layout.merge` relies
@@ -326,6 +327,8 @@ class Side:
 
     def holdings_of(self, layout: Layout) -> Holdings:
         """Return the compact records of a part of `self.layout`; errors as `holdings`."""
+        # Kinds are numbered in order of their first ranks, so index i is the first rank of kind i,
+        # the one that has the records in `layout`.
         _, firsts = np.unique(self.kind_of, return_index=True)
         alike = {
             int(rank): np.flatnonzero(self.kind_of == kind) for kind, rank in enumerate(firsts)
@@ -357,6 +360,8 @@ def refined_alike(source: Side, destination: Side) -> tuple[Side, Side]:
     finer: dict[str, Shape] = {}
     for name in shapes[0].keys() & shapes[1].keys():
         pair = {of_side[name] for of_side in shapes}
+        # Of two different shapes at most one refines the other, so the order in the set does not
+        # matter.
         for shape in pair:
             if all(splits_of(other, shape) is not None for other in pair) and len(pair) > 1:
                 finer[name] = shape

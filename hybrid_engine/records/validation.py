@@ -94,6 +94,7 @@ def shard_fault(layout: Layout, shard: Shard) -> str | None:
             "but its layout does not declare the tensor"
         )
     has_same_dims = len(shape) == len(region.lengths)
+    # The number of dims first: `zip` with `strict` raises for different ones.
     if not has_same_dims or any(end > size for end, size in zip(region.ends, shape, strict=True)):
         return (
             f"{region.tensor}: shard [{region.offsets}, {region.ends}) "
@@ -157,6 +158,8 @@ def _first_overlap(buffer: Buffer, shards: Sequence[Shard]) -> int | None:
             start = shard.place.offset
             intervals.append((start, start + shard.region.numel))
         end = 0
+        # Up to the first overlap each interval starts at or after the previous end, so `end` only
+        # grows.
         for start, stop in sorted(intervals):
             if start < end:
                 return start
@@ -174,6 +177,8 @@ def _first_overlap(buffer: Buffer, shards: Sequence[Shard]) -> int | None:
 def _is_contiguous(shard: Shard) -> bool:
     """Return whether a shard is one run of consecutive elements, in any order of dims."""
     width = 1
+    # [3, 4] stored transposed has strides (1, 3): 3 elements of stride 1, then 4 of stride 3, 12 in
+    # a row. A negative stride sorts first and differs from 1.
     for stride, length in sorted(zip(shard.place.strides, shard.region.lengths, strict=True)):
         if length > 1 and stride != width:
             return False
@@ -183,6 +188,7 @@ def _is_contiguous(shard: Shard) -> bool:
 
 def _elements(shard: Shard) -> np.ndarray:
     """Return the position of each element of a shard in its buffer, int array."""
+    # Starts as a scalar and gains a dim per canonical dim: [] -> [3] -> [3, 4].
     positions = np.array(shard.place.offset)
     for length, stride in zip(shard.region.lengths, shard.place.strides, strict=True):
         positions = np.add.outer(positions, np.arange(length) * stride)
