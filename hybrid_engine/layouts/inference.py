@@ -37,6 +37,8 @@ def stage_bounds(num_layers: int, stages: int) -> list[int]:
     """
     sizes = [num_layers // stages] * stages
     for extra in range(num_layers % stages):
+        # 10 layers on 4 stages: 2, 3, 3, 2. The last stage has the head and never gets one more;
+        # the first has the embedding and gets one only if all others but the last did.
         sizes[-2 - extra] += 1
     return [sum(sizes[:stage]) for stage in range(stages + 1)]
 
@@ -47,6 +49,7 @@ def expert_bounds(num_experts: int, blocks: int) -> list[int]:
     The remainder of the division goes to the first blocks, one expert each.
     """
     size, remainder = divmod(num_experts, blocks)
+    # 10 experts in 4 blocks: 3, 3, 2, 2, so bounds 0, 3, 6, 8, 10.
     return [block * size + min(block, remainder) for block in range(blocks + 1)]
 
 
@@ -142,6 +145,7 @@ class _VllmSide:
         block = None
         if expert is not None and self._sizes.expert > 1:
             # The last block that starts at or before the expert.
+            # Bounds [0, 3, 6, 8, 10]: expert 6 starts block 2, and expert 7 is in it too.
             block = int(np.searchsorted(self._expert_bounds, expert, side="right")) - 1
         shapes = tuple(self._table.shapes[tensor] for tensor in parameter.tensors)
         key = (parameter.rule, shapes, stage, block)
@@ -160,6 +164,7 @@ class _VllmSide:
     ) -> tuple[PlacedBox, ...]:
         shape = self._table.shapes[tensor]
         dim = parameter.packing.dim
+        # With EP every expert is whole on one rank of an instance.
         if block is not None or self._is_whole(parameter):
             ranks = self._ranks_of(stage, block, None)
             return (_piece(shape, dim, (0, shape[dim]), ranks, 0),)
@@ -206,6 +211,8 @@ class _VllmSide:
                 if part * rows < size
             }
         elif isinstance(packing, GateUp):
+            # A fused tensor [2 I, hidden] has gate rows [0, I) and up rows [I, 2 I), each cut over
+            # all ranks: with I = 8 and TP 2, rank 1 has rows 4 to 7 and 12 to 15.
             is_fused = packing.gate.tensor == packing.up.tensor
             length = size // 2 if is_fused else size
             for span in (packing.gate, packing.up):
@@ -236,6 +243,8 @@ class _VllmSide:
             if block is not None:
                 # Blocks go to the ranks of an instance in order: replica, then tensor parallel
                 # rank.
+                # TP 2 and EP 4: block 3 is on replica 1 and tensor parallel rank 1 of every
+                # instance.
                 ranks = ranks[:, block // self._sizes.tensor, block % self._sizes.tensor]
             elif tp_rank is not None:
                 ranks = ranks[:, :, tp_rank]
@@ -267,6 +276,8 @@ def _kv_heads(start: int, heads: int, head_dim: int, num_parts: int) -> dict[Spa
     """Cut evenly, or with fewer heads than ranks, give each run of ranks the same head."""
     if heads >= num_parts:
         return _even(start, heads * head_dim, num_parts)
+    # 2 heads on 4 ranks: ranks 0 and 1 have head 0, ranks 2 and 3 have head 1. The rules of sizes
+    # make this divide evenly.
     copies = num_parts // heads
     spans = {}
     for head in range(heads):

@@ -50,6 +50,8 @@ def layer_caches(
     `itemsize`: bytes of an element.
     """
     dims = table.dims
+    # 8 key/value heads of 128 elements in bfloat16 with TP 4: 2 heads * 2 * 128 * 2 = 1,024 bytes
+    # per token and layer. With TP 16 each rank has a copy of one head, not half of one.
     heads = max(1, dims.num_kv_heads // infer.tensor)
     per_token = itemsize * (dims.latent_kv_size or 2 * heads * dims.head_dim)
     windows = table.extras.windows or (None,) * dims.num_layers

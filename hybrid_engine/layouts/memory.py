@@ -120,8 +120,11 @@ def megatron_memory(
     """
     itemsize = DTYPE_NBYTES[dtype]
     needs_main = itemsize < MAIN_NBYTES
+    # 12 bytes for bfloat16 parameters, 8 for float32 ones, which are their own main copy.
     state_nbytes = MOMENTS_NBYTES + (MAIN_NBYTES if needs_main else 0)
     dense = source.num_elements - source.num_expert_elements
+    # Ranks of a context parallel group hold the same parameters, so the optimizer's state is
+    # sharded over them as well.
     dense_shards = train.data * train.context if is_distributed else 1
     expert_shards = train.expert_data if is_distributed else 1
     # Shards are padded to equal lengths, hence the division rounds up.
@@ -132,6 +135,7 @@ def megatron_memory(
         grads = grads + shard * GRAD_NBYTES
     params = source.num_elements * itemsize
     optimizer = shard * state_nbytes
+    # Gradients are dropped, not copied: the next backward pass computes new ones.
     return TrainingMemory(params, grads, optimizer, copied=params + optimizer)
 
 
@@ -142,6 +146,7 @@ def sharded_memory(
     dtype: str,
 ) -> TrainingMemory:
     """Return the memory of FSDP2's ranks. The few buffers of modules count as parameters."""
+    # `nbytes_by_rank` counts elements of tensors, without FSDP2's padding.
     moments = 2 * source.nbytes_by_rank()
     params = source.num_elements * DTYPE_NBYTES[dtype]
     uneven_numel = 0
@@ -188,6 +193,9 @@ class MemoryPeaks:
             return self.switch
         late = 0 if self.state.inelastic is None else self.state.inelastic
         interleaved = np.maximum(self.state.params - late, self.inference)
+        # 16 GiB on each side and buckets of 0.5 GiB: 17 GiB in place of 32. For a small model two
+        # buckets may exceed what is left of the smaller side, and the sum of both sides is the
+        # limit.
         return np.minimum(self.switch, late + interleaved + 2 * self.bucket)
 
     @property
@@ -200,6 +208,7 @@ class MemoryPeaks:
 def fitting_kinds(nbytes: Mapping[_Kind, int], room: float) -> frozenset[_Kind]:
     """Return the kinds of training state that fit together in `room` bytes, the largest first."""
     fitting = set()
+    # Largest first: its copy to the host and back would take the longest.
     for kind in sorted(nbytes, key=nbytes.__getitem__, reverse=True):
         if nbytes[kind] <= room:
             fitting.add(kind)
@@ -344,6 +353,7 @@ def plan_memory(
     if critic is not None:
         phases += [
             Phase("critic train", {**with_actor(), "critic": critic.total}),
+            # `kept` last: a critic that stays counts whole, not by its parameters alone.
             Phase("critic forward", {**with_actor(), "critic": critic.params, **kept}),
         ]
     return MemoryPlan({phase.name: phase for phase in phases}, budget)
@@ -370,6 +380,8 @@ def _switch(
     extra_bucket = np.minimum(bucket_nbytes, inference)
     peak = peak + np.where(peak == peaks.switch, extra_bucket, 0)
     peak = peak + of_kinds(actor, kinds - {"param"})
+    # Neither all (None), which `peaks` has counted, nor none (0). These weights are there before
+    # the first bucket frees parameters. Counting them on top is an upper bound.
     if stays.inference_nbytes:
         peak = peak + kept.get("vLLM", 0)
     return Phase("switch", {}, peak + kept.get("critic", 0))

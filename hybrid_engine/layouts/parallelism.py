@@ -145,6 +145,8 @@ class TrainParallelism:
     @cached_property
     def ranks(self) -> np.ndarray:
         """Global ranks of dense layers, int array [pipeline, data, context, tensor]."""
+        # 8 ranks, PP 2, TP 2: stage 0 is ranks 0 to 3, of which (0, 1) and (2, 3) are tensor
+        # parallel groups, and (0, 2) and (1, 3) are replicas.
         shape = (self.pipeline, self.data, self.context, self.tensor)
         return np.arange(self.world_size).reshape(shape)
 
@@ -161,6 +163,7 @@ class TrainParallelism:
 
     def padded_vocabulary(self, size: int) -> int:
         """Return the rows of the embedding of `size` tokens, over all tensor parallel ranks."""
+        # GPT-2's 50,257 tokens with TP 2: a multiple of 256, 50,432 rows, 25,216 on each rank.
         multiple = self.make_vocab_size_divisible_by * self.tensor
         return -(-size // multiple) * multiple
 
@@ -264,6 +267,7 @@ class InferenceParallelism:
     def ranks(self) -> np.ndarray:
         """Global ranks, int array [instance, replica, pipeline, tensor]."""
         order = range(self.world_size) if self.rank_order is None else self.rank_order
+        # 8 ranks, TP 2, EP 4: 2 instances of 2 replicas of 2 ranks.
         shape = (-1, self.replicas_per_instance, self.pipeline, self.tensor)
         return np.array(order, dtype=np.int64).reshape(shape)
 

@@ -85,6 +85,8 @@ def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterato
                     if expert is not None:
                         indices["expert"] = expert
                     parts = [pattern.format(**indices) for pattern in patterns]
+                    # A tensor occurs once, even if several parts of it are packed, as gate and up
+                    # of a fused one.
                     tensors = tuple(dict.fromkeys(map(tensor_name, parts)))
                     # The table's rules cover all layer specs and options of the family, some of
                     # which this model does not have.
@@ -132,6 +134,7 @@ def linear_modules(table: ModelTable) -> dict[str, bool]:
     in_experts: dict[str, bool] = {}
     for parameter in parameters_of(table):
         module, _, kind = parameter.name.rpartition(".")
+        # Grouped experts have a number at the end of the name: weight0, weight1.
         if "linear_" in module and kind.startswith("weight"):
             name = module.rpartition(".")[2]
             in_experts[name] = in_experts.get(name, False) or "{expert}" in parameter.name

@@ -63,6 +63,7 @@ class PackedModel:
         shape = self.shapes[name]
         if name in self.whole:
             return math.prod(shape)
+        # 10 rows on 4 ranks: 3, 3, 3, 1, in buffers of 3 rows each.
         rows = -(-shape[0] // num_shards)
         return rows * math.prod(shape[1:])
 
@@ -73,6 +74,7 @@ class PackedModel:
         """
         layers: dict[str, int] = {}
         for name in self.shapes.keys() - set(self.whole):
+            # "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
             prefix = re.match(r".*?\.\d+\.", name)
             layer = prefix[0] if prefix else ""
             layers[layer] = layers.get(layer, 0) + math.prod(self.shapes[name])
@@ -124,9 +126,11 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
             map(min, _ends(box.offsets, box.lengths), _ends(part.offsets, part.lengths)),
         )
         sizes = [high - low for low, high in zip(first, last, strict=True)]
+        # The box lies in the parameter, but outside of the rank's part.
         if min(sizes, default=1) <= 0:
             continue
         position = box.dst_offset + _distance(first, box.offsets, box.dst_strides)
+        # The index of flat element `position` in the canonical tensor: row-major, like its storage.
         offsets = tuple(position // step % size for step, size in zip(unit, shape, strict=True))
         lengths = [1] * len(shape)
         strides = [0] * len(shape)
@@ -139,6 +143,8 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
                     f"dim {dim} of parameter shape {parameter} holds several dims of the tensor"
                 )
             lengths[along] = size
+            # The rank steps through its buffer, so its strides count, not those of the canonical
+            # tensor.
             strides[along] = part.strides[dim]
         start = part.start + _distance(first, part.offsets, part.strides)
         yield LocalBox(offsets, tuple(lengths), start, tuple(strides))
@@ -189,6 +195,7 @@ def sharded_side(
         table.dtypes,
         is_offered_all=False,
     )
+    # 8 ranks in 2 replicas: shard 1 is on ranks 1 and 5.
     ranks_of = [
         np.arange(shard, sizes.world_size, sizes.num_shards) for shard in range(sizes.num_shards)
     ]
@@ -232,6 +239,8 @@ def _parts_with(
     """Yield the rows of each shard that may hold elements of a view, with the shard's ranks."""
     rows_per_shard = -(-shape[0] // len(ranks_of))
     numel_per_shard = rows_per_shard * math.prod(shape[1:])
+    # A projection that is packed behind others in a parameter starts in a later shard. The shards
+    # between its first and last element all have rows, so no part below is empty.
     first_shard = view.offset // numel_per_shard
     last_shard = (view.stop - 1) // numel_per_shard
     for shard in range(first_shard, last_shard + 1):

@@ -253,6 +253,7 @@ def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
     num_parts = {
         Over.NONE: 1,
         Over.TENSOR: sizes.tensor,
+        # Without EP vLLM cuts every expert; with EP every expert is whole.
         Over.EXPERT_TENSOR: sizes.tensor if sizes.expert == 1 else 1,
     }
 
@@ -300,6 +301,8 @@ def _heads(sizes: Parallelism, table: ModelTable) -> Violations:
             code="not-divisible",
         )
     # With fewer key/value heads than ranks, each head is replicated on equally many ranks.
+    # 8 key/value heads: TP 4 gives each rank 2, TP 16 gives each head to 2 ranks, TP 6 does
+    # neither. With as many key/value heads as heads the violation above says it already.
     if num_kv_heads != num_heads and num_kv_heads % tensor and tensor % num_kv_heads:
         yield Violation(
             "tensor",

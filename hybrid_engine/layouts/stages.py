@@ -65,6 +65,7 @@ def parse_layout(text: str) -> list[str]:
         ValueError: the notation is invalid or expands to too many layers.
     """
     expanded = text.replace(",", "").replace(" ", "")
+    # Parentheses first: (t*2|)*3 becomes t*2|t*2|t*2|, and then each t*2 becomes tt.
     for repeated in _REPEATED:
         # Nine digits suffice to exceed the limit. `int` refuses numbers of thousands of digits.
         added = [len(match[1]) * int(match[2][:9]) for match in repeated.finditer(expanded)]
@@ -108,6 +109,8 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
         chunks.append(
             Chunk(
                 # Consecutive chunks are on consecutive stages; each round is a virtual stage.
+                # PP 2 with 2 chunks each: chunks 0 1 2 3 are on stages 0 1 0 1, in virtual stages 0
+                # 0 1 1.
                 stage=number % sizes.pipeline,
                 virtual=number // sizes.pipeline,
                 positions=positions,
@@ -116,6 +119,8 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
                 has_embedding=number == 0,
                 has_head=is_last,
                 has_mtp=MTP in content,
+                # megatron-core puts the norm behind the last decoder layer if MTP layers follow,
+                # which may be on a later stage; else into the last chunk.
                 has_final_norm=has_last_layer if num_mtp_layers else is_last,
             )
         )
@@ -127,6 +132,7 @@ def _checkpoint_numbers(positions: range, noop_layers: Sequence[int]) -> tuple[i
     numbers = []
     for position in positions:
         if position not in noop_layers:
+            # Positions 0 1 2 3 4 with a no-op at 1: checkpoint layers 0, none, 1, 2, 3.
             numbers.append(position - sum(noop < position for noop in noop_layers))
     return tuple(numbers)
 
@@ -207,6 +213,7 @@ def _contents(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) 
         return parse_layout(sizes.pipeline_layout)
     virtual = sizes.virtual_pipeline or 1
     lengths = _stage_lengths(sizes, num_positions)
+    # Stages of 4 layers with 2 chunks each: 2, 2 in the first round and 2, 2 in the second.
     counts = [length // virtual for length in lengths] * virtual
     # An embedding or head that counts as a layer takes the place of one.
     counts[0] -= sizes.account_for_embedding_in_pipeline_split
@@ -220,6 +227,7 @@ def _stage_lengths(sizes: TrainParallelism, num_positions: int) -> list[int]:
     """Return the layers of each stage, including an embedding and a head that count as layers."""
     first = sizes.num_layers_in_first_pipeline_stage
     last = sizes.num_layers_in_last_pipeline_stage
+    # 11 layers on 4 stages with 2 in the first: 2, 3, 3, 3.
     remaining = num_positions + _num_counted(sizes) - (first or 0) - (last or 0)
     num_even = sizes.pipeline - (first is not None) - (last is not None)
     lengths = [remaining // num_even] * num_even if num_even else []
@@ -341,6 +349,7 @@ def _layout_violations(
         return
     first = mtp_chunks[0]
     is_together = len(mtp_chunks) == 1 and chunks[first].count(MTP) == num_mtp_layers
+    # The last chunks of all stages are the last `pipeline` chunks.
     is_last_of_stage = first >= len(chunks) - sizes.pipeline
     if not is_together or not is_last_of_stage or LAYER in order[order.index(MTP) :]:
         yield Violation(

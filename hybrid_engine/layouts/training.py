@@ -91,6 +91,7 @@ class _TrainingSide:
     def _chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
         """Yield the chunks that have a parameter."""
         if parameter.location is Location.DECODER:
+            # `pre_mlp_layernorm` counts too: it stands before the MLP and is built with it.
             is_of_mlp = "mlp" in parameter.name.removeprefix(parameter.location)  # or of experts
             by_layer = self._chunk_with_mlp if is_of_mlp else self._chunk_with_attention
             yield by_layer[parameter.indices["layer"]]
@@ -112,6 +113,7 @@ class _TrainingSide:
         block = None  # expert parallel rank
         if expert is not None:
             # Each expert parallel rank has a block of consecutive experts.
+            # Divides evenly: the rule of "expert" in size_rules.py.
             block = expert // (self._table.dims.num_experts // self._sizes.expert)
         parts = (parameter.shapes, parameter.selections)
         key = (parameter.rule, parameter.location, parts, chunk.stage, chunk.virtual, block)
@@ -150,6 +152,8 @@ class _TrainingSide:
                         BoxOwners(held.region.offsets, held.region.lengths, ranks),
                         buffer=f"chunk{chunk.virtual}.{parameter.name}",
                         numel=local_numel,
+                        # `held.start` counts indices along the packed dim, and each of them is as
+                        # many elements as that dim's stride.
                         start=held.start * strides[held.local_dim],
                         strides=held.part.spread(canonical, [0] * len(held.part.shape)),
                     )
@@ -182,6 +186,7 @@ class _TrainingSide:
             else:
                 ranks = self._sizes.expert_ranks[stage, :, block]
             # The last axis cuts a parameter. Along all others it is replicated.
+            # A parameter that is not cut is on all ranks of the stage, and `part` is 0.
             if over is not Over.NONE:
                 ranks = ranks[..., part]
             self._ranks[key] = np.sort(ranks.ravel())
