@@ -42,6 +42,7 @@ class ElementFormat:
     @property
     def exponent(self) -> int:
         """Exponent of the largest value: floor(log2(largest))."""
+        # 448 = 1.75 * 2**8 and 6 = 1.5 * 2**2.
         return {448.0: 8, 6.0: 2}[self.largest]
 
 
@@ -59,12 +60,14 @@ class Blocks:
     def grid(self, shape: Shape) -> Shape:
         """Return the number of blocks along each dim of a weight."""
         rows, columns = shape
+        # A weight of 300 rows has 3 rows of blocks of 128; the last covers 44 rows.
         return (-(-rows // self.rows), -(-columns // self.columns))
 
     def touched(self, region: Region) -> Region:
         """Return the numbers of all blocks that have an element in a region of a weight."""
         sizes = (self.rows, self.columns)
         bounds = zip(region.offsets, region.ends, sizes, strict=True)
+        # Rows 100 to 199 with blocks of 128 rows touch blocks 0 and 1.
         spans = [(low // size, -(-end // size)) for low, end, size in bounds]
         offsets = tuple(start for start, _ in spans)
         lengths = tuple(stop - start for start, stop in spans)
@@ -75,6 +78,7 @@ class Blocks:
         sizes = (self.rows, self.columns)
         offsets = tuple(low * size for low, size in zip(blocks.offsets, sizes, strict=True))
         bounds = zip(blocks.ends, sizes, shape, strict=True)
+        # The last block may be cut short: of 300 rows, block 2 has 256 to 299.
         ends = tuple(min(end * size, whole) for end, size, whole in bounds)
         lengths = tuple(end - low for low, end in zip(offsets, ends, strict=True))
         return Region(blocks.tensor, offsets, lengths)
@@ -130,6 +134,7 @@ class BlockFormat:
         per_byte = self.element.per_byte
         row, column = region.offsets
         height, width = region.lengths
+        # A byte of two elements belongs to one rank or to none.
         if column % per_byte or width % per_byte:
             problem = (
                 f"{self.method}, but a rank has columns {column} to {column + width} of "
@@ -201,6 +206,7 @@ class BlockQuantization:
             if name not in self.weights:
                 shapes[name] = shape
                 continue
+            # The name of the elements may be the weight's own (fp8), and gets its dtype below.
             dtypes.pop(name, None)
             for stored, (of_stored, dtype) in self.format.tensors_of(name, shape).items():
                 shapes[stored] = of_stored

@@ -34,6 +34,8 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def outer_rules(dims: ModelDims, embedding: str = EMBEDDING, final_norm: str = FINAL_NORM) -> Rules:
     """Return the rules of embedding, final norm and output head."""
+    # A checkpoint has a tied head once, as the embedding. Megatron holds it in both parameters if
+    # they are on different pipeline stages.
     head = embedding if dims.tied_embeddings else HEAD
     final_norm_names = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
     return (
@@ -81,6 +83,7 @@ def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = 
             Replicated(f"{LAYER}{pre_mlp}.weight"),
         ),
         *(
+            # Not strict below: most models have no such norms, and `post` is empty.
             Rule(in_layer(*names), Replicated(f"{LAYER}{norm}.weight"))
             for norm, names in zip(post, POST_NORM_NAMES, strict=False)
         ),
@@ -124,6 +127,8 @@ def fused_attention_rules(dims: ModelDims) -> Rules:
     projection = ATTENTION + "qkv_proj"
     query_rows = dims.num_heads * dims.head_dim
     kv_rows = dims.num_kv_heads * dims.head_dim
+    # 32 query heads, 8 key/value heads of 128: queries in rows 0 to 4095, keys from 4096, values
+    # from 5120.
     starts = (0, query_rows, query_rows + kv_rows)
     return _qkv_rules(dims, [Span(projection, start) for start in starts])
 
@@ -159,6 +164,9 @@ def _gated_qkv_rules(dims: ModelDims, attention: str) -> Rules:
         query, key, value = (f"{attention}{part}_proj.{kind}" for part in "qkv")
         return PackedHeads(
             (
+                # With heads of 128 rows the checkpoint's query tensor has head 0 in rows 0 to 127
+                # and its gate in rows 128 to 255. Megatron has, per group, all query heads first
+                # and then all their gates.
                 HeadRows(query, dims.num_heads, size, 0, 2 * size),
                 HeadRows(query, dims.num_heads, size, size, 2 * size),
                 HeadRows(key, dims.num_kv_heads, size),

@@ -143,12 +143,14 @@ def read_config(config: HfConfig, config_class: ConfigClass, source: str) -> Any
     values = dict(config_class.others)
     values |= {key: copy.deepcopy(value) for key, value in config.items() if key in keys}
     aliases = config_class.loaded.attribute_map
+    # By the names of the class: GPT-2's file has n_head for num_attention_heads.
     required = {aliases.get(key, key) for key in _REQUIRED if key in keys}
     lacking = required - {aliases.get(key, key) for key in values}
     invalid = [*map(missing, sorted(lacking)), *_outside_bounds(values)]
     for key in _NEVER_NULL & values.keys():
         if values[key] is None:
             del values[key]
+    # A value out of bounds would make the class fail once more, or compute for very long.
     for violation in invalid:
         values.pop(violation.key.partition(".")[0], None)
     read = _read_by_class(values, config_class.loaded, invalid)
@@ -271,6 +273,8 @@ def _rotary_relations(config: Any, config_class: ConfigClass) -> Violations:
             code="unsupported-value",
         )
     sections = (vars(config), rope, *(rope.get(kind) or {} for kind in sorted(_KINDS)))
+    # Files give the share at the top or with the rotary settings, of all layers or of each kind. 1
+    # is no share.
     shares = {section.get("partial_rotary_factor") or 1.0 for section in sections} - {1.0}
     if shares and not config_class.rotates_part:
         yield Violation(
@@ -283,6 +287,7 @@ def _rotary_relations(config: Any, config_class: ConfigClass) -> Violations:
 
 
 def _expert_relations(config: Any) -> Violations:
+    # The class decides which of the keys exists.
     count = next((getattr(config, key) for key in NUM_EXPERTS if hasattr(config, key)), 0)
     if not count:
         return
@@ -327,6 +332,8 @@ def longest_of(config: HfConfig) -> int | None:
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, Mapping) or "gemma3" in str(config.get("model_type")):
         return positions
+    # 4,096 positions with linear scaling by 4 make 16,384 tokens. Llama 3.1's 131,072 with "llama3"
+    # by 8 stay, since the file's number includes the factor.
     is_scaled = scaling.get("rope_type", scaling.get("type")) in _SCALED_BY_KEY
     factor = 1 if is_scaled else scaling.get("factor") or 1
     return int(positions * factor) if isinstance(factor, int | float) else None
@@ -356,6 +363,8 @@ def dims_of(config: Any, with_experts: Collection[int] = (), *, tied_embeddings:
     if latent:
         # `head_dim` is the rotated part alone. Every head computes keys from the cached vector.
         rotated = values["qk_rope_head_dim"]
+        # DeepSeek-V3 caches 512 + 64 = 576 elements per token, and its query heads have 128 + 64 =
+        # 192.
         latent += rotated
         head_dim = values["qk_nope_head_dim"] + rotated
         num_kv_heads = num_heads

@@ -53,7 +53,10 @@ def conventional_rules(shapes: Shapes, dims: ModelDims) -> Rules:
     attention = (
         *attention_rules(
             dims,
+            # Twice as many query rows as heads need: a gate for each query (Qwen3-Next).
             gated=patterns.get(_QUERIES, (0,))[0] == 2 * query_rows,
+            # A norm of a single head has head_dim elements. With one head both lengths are equal
+            # and mean the same.
             whole_norms=patterns.get(_QUERY_NORM) == (query_rows,) != (dims.head_dim,),
         ),
         *fused_attention_rules(dims),
@@ -94,6 +97,7 @@ def _experts(patterns: Shapes, dims: ModelDims) -> Experts:
     experts = replace(usual, **MIXTRAL) if is_mixtral else usual
     block = LAYER + experts.block
     rows = {name: patterns.get(f"{block}{name}gate_proj.weight", (0,))[0] for name in _SHARED}
+    # The name that the checkpoint has; the other has no rows. Without either, the width is 0.
     shared = max(_SHARED, key=rows.__getitem__)
     return replace(
         experts,

@@ -102,6 +102,8 @@ def v3_relations(config: Any) -> Violations:
     if groups == 1:
         return
     chosen = config.topk_group or 0
+    # DeepSeek-V3: 8 groups of 32 experts, of which a token takes 4 with 128 experts, and 8 of
+    # these.
     in_group, rest = divmod(config.n_routed_experts, groups)
     used = config.num_experts_per_tok or 0
     if rest or not 1 <= chosen <= groups or used > chosen * in_group:
@@ -121,6 +123,8 @@ def _experts(config: Any, bias: str | None = None) -> Experts:
         config.moe_intermediate_size,
         config.num_experts_per_tok,
         bias=bias,
+        # A checkpoint has its shared experts as one MLP: 2 of width 1,536 in DeepSeek-V2 are one of
+        # 3,072.
         shared_width=config.moe_intermediate_size * (config.n_shared_experts or 0),
     )
 
@@ -135,6 +139,7 @@ def _table(
 ) -> ModelTable:
     first = config.first_k_dense_replace
     step = config.moe_layer_freq or 1
+    # DeepSeek-V3: first 3 and step 1, so layers 0, 1 and 2 are dense.
     sparse = [layer >= first and layer % step == 0 for layer in range(config.num_hidden_layers)]
     with_experts = [layer for layer, has_experts in enumerate(sparse) if has_experts]
     dims = replace(
@@ -232,6 +237,7 @@ def _shapes(config: Any, dims: ModelDims, experts: Experts, sparse: list[bool]) 
         **sparse_layer,
         "enorm.weight": (hidden,),
         "hnorm.weight": (hidden,),
+        # Input: the embedding of the next token beside the hidden state, each normalized.
         "eh_proj.weight": (hidden, 2 * hidden),
         "shared_head.norm.weight": (hidden,),
     }
@@ -244,6 +250,7 @@ def _shapes(config: Any, dims: ModelDims, experts: Experts, sparse: list[bool]) 
 def _attention_shapes(config: Any, dims: ModelDims) -> Shapes:
     hidden = dims.hidden_size
     heads = dims.num_heads
+    # 128 heads of 128 + 64 elements: `head_dim` includes the rotary part.
     query_rows = heads * dims.head_dim
     q_rank = config.q_lora_rank
     kv_rank = config.kv_lora_rank
@@ -257,8 +264,11 @@ def _attention_shapes(config: Any, dims: ModelDims) -> Shapes:
         }
     shapes = {
         **query,
+        # The latent vector, and behind it the rotary part of the key, which all heads share.
         "kv_a_proj_with_mqa.weight": (kv_rank + config.qk_rope_head_dim, hidden),
         "kv_a_layernorm.weight": (kv_rank,),
+        # Per head: keys without the rotary part, then values. The rotary part comes from kv_a_proj
+        # directly, once for all heads.
         "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_rank),
         "o_proj.weight": (hidden, heads * config.v_head_dim),
     }

@@ -251,10 +251,14 @@ def _unused_of_tower(model: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
     # Features of all layers begin with the embeddings, and -1 is the last layer.
     num_features = tower_config.num_hidden_layers + 1
     layers = [selected] if isinstance(selected, int) else selected
+    # 24 layers have 25 features, of the embeddings and of each layer. LLaVA selects -2, feature 23:
+    # the output of layer 22, so layer 23 is not used.
     first_unused = max(layer % num_features for layer in layers)
     unused = set()
     is_behind = False
     for name, tensor in tensors.items():
+        # Order matters: tensors without a layer number behind an unused layer, such as the last
+        # norm, are unused too. Those before the first layer are used.
         if match := _OF_LAYER.search(name):
             is_behind = int(match[1]) >= first_unused
         if is_behind:

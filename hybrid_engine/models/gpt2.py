@@ -75,6 +75,8 @@ def _rules(dims: ModelDims) -> Rules:
         )
 
     def row_parallel(module: str, name: str) -> tuple[Rule, Rule]:
+        # Conv1D computes x W with W [in, out]. A row-parallel layer is cut along its inputs, dim 0
+        # here.
         weight = Split(f"{LAYER}{name}.weight", dim=0, transposed=True)
         bias = Replicated(f"{LAYER}{name}.bias")
         return Rule(in_layer(f"{module}.weight"), weight), Rule(in_layer(f"{module}.bias"), bias)

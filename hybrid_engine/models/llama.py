@@ -98,6 +98,7 @@ def windows_by_kind(config: Any) -> tuple[int | None, ...]:
 def rope_of(config: Any) -> Mapping[str, Any]:
     """Return the rotary settings of a config; Gemma-3's are those of layers without a window."""
     rope: Mapping[str, Any] = config.rope_parameters
+    # Other families have one set of settings, without kinds of layers.
     return rope.get("full_attention", rope)
 
 
@@ -127,6 +128,7 @@ def _glm_table(config: Any, traits: Traits) -> ModelTable:
         config,
         traits,
         transformer={"rotary_interleaved": True},
+        # GLM-4 rotates half of each head.
         gpt={"rotary_percent": config.rope_parameters["partial_rotary_factor"]},
     )
 
@@ -178,6 +180,8 @@ def _gemma_table(config: Any, extras: Extras, *, qk_norm: bool) -> ModelTable:
         replace(extras, embedding_scale=math.sqrt(config.hidden_size)),
         transformer={
             "layernorm_zero_centered_gamma": True,
+            # Not from the head's size: Gemma-2 27B has heads of 128 elements and scales by
+            # 144**-0.5.
             "softmax_scale": config.query_pre_attn_scalar**-0.5,
         },
     )

@@ -86,6 +86,8 @@ def adapter_packings(packing: Packing) -> tuple[tuple[Packing, ...], Packing]:
     if packing.transposed:
         names = ", ".join(packing.tensors())
         raise ValueError(f"{names}: adapters on transposed weights cannot be delivered; merge them")
+    # W = [Wq; Wk; Wv] by rows has one update B A with one A for all three, so PEFT's A of q, k and
+    # v are equal, and B is cut like W.
     if packing.dim == 0:
         packings_of_a = tuple(Replicated(a_name(weight)) for weight in packing.tensors())
         return packings_of_a, _renamed(packing)

@@ -123,6 +123,7 @@ def _table_of(
     without = getattr(config, "mlp_only_layers", ())
     is_normalized = getattr(config, "norm_topk_prob", True)
     layers = range(config.num_hidden_layers)
+    # decoder_sparse_step 2 puts experts into layers 1, 3, 5: counted from 1, as in transformers.
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in layers]
     extras = Extras(windows=windows) if any(windows) else Extras()
     dense = family_table(config, traits, extras)
@@ -146,6 +147,8 @@ def _table_of(
         transformer={
             **dense.transformer,
             **expert_settings(experts, sparse),
+            # Softmax over the chosen scores equals softmax over all, scaled to sum to 1. Unscaled
+            # probabilities need the softmax first.
             "moe_router_pre_softmax": not is_normalized,
         },
         serving=Serving(ends_on_every_stage=True),
@@ -160,6 +163,8 @@ def expert_rules(experts: Experts) -> Rules:
     rules = [
         Rule(in_layer("mlp.router.weight"), Replicated(block + "gate.weight")),
         *mlp_rules(
+            # A SequentialMLP has the expert's number in the middle of the name, a grouped MLP at
+            # its end.
             (local + "linear_fc1.{kind}", "mlp.experts.linear_fc1.{kind}{expert}"),
             (local + "linear_fc2.{kind}", "mlp.experts.linear_fc2.{kind}{expert}"),
             block + "experts.{expert}.",
@@ -191,6 +196,8 @@ def packed_expert_rules() -> Rules:
     """
     block = LAYER + "mlp."
     experts = block + "experts."
+    # Of [experts, in, out] the even columns of an expert are its gate, the odd ones its up
+    # projection.
     column = experts + "gate_up_proj[{expert},:,%d::2]"
     element = experts + "gate_up_proj_bias[{expert},%d::2]"
     over = Over.EXPERT_TENSOR

@@ -105,6 +105,7 @@ def part_of_tensor(part: str, shape: Shape) -> PartOfTensor:
         if dim["step"] is not None and step == 0:
             raise ValueError(f"{part} has a step of 0")
         index = None if dim["index"] is None else int(dim["index"])
+        # A dim of 6 taken as 1::2 becomes [3, 2] with index 1 in the second: elements 1, 3 and 5.
         if step:
             if size % step:
                 raise ValueError(f"{part}: a dim of {size} has no whole steps of {step}")
@@ -235,6 +236,8 @@ class InterleavedQKV(Packing):
             (self.key, self.head_dim),
             (self.value, self.head_dim),
         ]
+        # 4 query heads per group, 2 groups, TP 4: the list q0-q3 k0 v0 q4-q7 k1 v1 has 12 heads,
+        # and rank 1 has q3, k0, v0. A rank may hold keys whose queries are on its neighbour.
         return [
             Segment(span.tensor, span.start + group * rows, rows)
             for group in range(self.num_groups)
@@ -266,6 +269,8 @@ class GateUp(Packing):
             raise ValueError(
                 f"{rows} rows of each projection on a rank are not whole blocks of {block}"
             )
+        # Gate and up of 4 rows on 2 ranks: g0 g1 u0 u1 | g2 g3 u2 u3, so each rank multiplies its
+        # gate rows with its up rows without communication.
         return [
             Segment(span.tensor, span.start + part * rows + first, block)
             for part in range(num_parts)
@@ -314,6 +319,8 @@ class HeadRows:
             yield Segment(self.tensor, first, num_heads * step)
         else:
             for head in range(num_heads):
+                # Heads of 2 rows at a step of 4: rows 0, 1 and 4, 5. Rows between belong to another
+                # section.
                 yield Segment(self.tensor, first + head * step, self.length)
 
 
@@ -412,17 +419,22 @@ def held_regions(
     position = 0
     low = part * local_size
     high = low + local_size
+    # A vocabulary of 10 padded to 16 on 4 ranks: rank 2 has rows 8 and 9 and 2 rows of padding,
+    # rank 3 has padding only and holds no region.
     for segment in segments:
         start = max(position, low)
         stop = min(position + segment.length, high)
         if segment.tensor is not None and start < stop:
             offsets = [0] * len(canonical_shape)
+            # `start - position` is how far into the segment the window begins.
             offsets[packing.dim] = segment.start + start - position
             lengths = list(canonical_shape)
             lengths[packing.dim] = stop - start
             taken = parts[segment.tensor]
             region = Region(
                 taken.name,
+                # In dims that are taken by an index, the region has that index and length 1: column
+                # 1::2 of expert 3 is [3, :, :, 1] of the refined shape.
                 taken.spread(offsets, [index or 0 for index in taken.indices]),
                 taken.spread(lengths, [1] * len(taken.shape)),
             )

@@ -157,6 +157,7 @@ def format_in(quantization_config: Mapping[str, Any]) -> BlockFormat:
         form = _MODELOPT.get(algorithm)
         if form is None:
             problems.append(f"quant_algo {algorithm!r}, not {' or '.join(_MODELOPT)}")
+        # Without a known algorithm there is no group size to compare with.
         problems += _problems(section, {"group_size": (None, form and form.blocks.columns)})
     else:
         problems.append(f"quant_method {method!r}, not fp8, compressed-tensors or modelopt")
@@ -173,6 +174,7 @@ def calibrated_in(hf_config: HfConfig) -> list[str]:
     names = []
     if any(_section(published).get(key) for key in _OF_CACHE):
         names.append("scales of the KV cache")
+    # What the second leaves out beyond the first are scales of activations.
     if _without_cache(published) != _without_calibrated(published):
         names.append("scales of activations")
     return names
@@ -180,6 +182,8 @@ def calibrated_in(hf_config: HfConfig) -> list[str]:
 
 def _without_calibrated(published: HfConfig) -> dict[str, Any]:
     config = _without_cache(published)
+    # Formats without a scale of the whole tensor quantise activations as they come, by no
+    # calibrated scale.
     if format_in(published).tensor_scale is None:
         return config
     groups = config.get("config_groups")
@@ -187,6 +191,7 @@ def _without_calibrated(published: HfConfig) -> dict[str, Any]:
         config["config_groups"] = {
             name: {**group, "input_activations": None} for name, group in groups.items()
         }
+    # ModelOpt's name for the same weights with activations of 16 bits.
     if str(_section(config).get("quant_algo")).upper() == "NVFP4":
         return _with_section(config, {"quant_algo": "W4A16_NVFP4"})
     return config
@@ -214,6 +219,7 @@ def _compressed_tensors_format(
     config: Mapping[str, Any], problems: list[str]
 ) -> BlockFormat | None:
     groups = _groups_of(config)
+    # A group may have a format of its own. Several formats are one problem, named together.
     names = {group.get("format") or config.get("format") for group in groups}
     (name,) = names if len(names) == 1 else (sorted(map(str, names)),)
     if not isinstance(name, str) or name not in _COMPRESSED_TENSORS:
@@ -251,6 +257,7 @@ def _usual_config(hf_config: HfConfig, method: str) -> dict[str, Any]:
     ((name, (form, known)),) = (
         item for item in _COMPRESSED_TENSORS.items() if item[1][0].method == method
     )
+    # The last of a key's values is the explicit one; None stands for a key that is left out.
     weights = {key: values[-1] for key, values in known.items()} | {
         "type": "float",
         "symmetric": True,

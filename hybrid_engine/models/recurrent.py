@@ -38,6 +38,7 @@ def delta_net_rules(patterns: Shapes, num_key_heads: int) -> Rules:
         return ()
     num_value_heads = patterns[_NET + "A_log"][0]
     value_rows = num_value_heads * patterns[_NET + "norm.weight"][0]
+    # The convolution runs over queries, keys and values: 2 * key rows + value rows.
     key_rows = (patterns[_CONVOLUTION][0] - value_rows) // 2
     # Rows of query, key and value, of z, and of b and a, for a key head.
     rows = [key_rows, key_rows, value_rows, value_rows, num_value_heads, num_value_heads]
@@ -46,6 +47,8 @@ def delta_net_rules(patterns: Shapes, num_key_heads: int) -> Rules:
     def of_heads(tensor: str, *lengths: int) -> list[HeadRows]:
         """Return sections of which a tensor has the rows in turn for every key head."""
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        # In Qwen3-Next's in_proj_qkvz each key head has its q, k, v and z rows one after another,
+        # so the q rows of the next head come a whole head later.
         step = sum(lengths)
         return [
             HeadRows(tensor, num_key_heads, length, start, step)
@@ -73,6 +76,8 @@ def delta_net_rules(patterns: Shapes, num_key_heads: int) -> Rules:
     prefix = "self_attention."
     return (
         Rule(in_layer(prefix + "in_proj.weight"), PackedHeads(tuple(by_head))),
+        # Both have the same parameter. A checkpoint has the tensors of one of them, and
+        # `conventional_rules` drops the other.
         Rule(in_layer(prefix + "in_proj.weight"), PackedHeads(tuple(apart))),
         Rule(
             in_layer(prefix + "conv1d.weight"),
@@ -124,6 +129,7 @@ def _mamba_rules(patterns: Shapes) -> Rules:
         name = _MIXER + tensor
         return (
             HeadRows(name, num_heads, inner // num_heads, start),
+            # One row per "head": any number of ranks that divides the groups divides the rows.
             HeadRows(name, state, 1, start + inner),
             HeadRows(name, state, 1, start + inner + state),
         )
@@ -134,6 +140,7 @@ def _mamba_rules(patterns: Shapes) -> Rules:
             (
                 HeadRows(projection, num_heads, inner // num_heads),
                 *of_convolution("in_proj.weight", inner),
+                # dt comes last, behind z (`inner` rows) and behind x, B and C (`convolved` rows).
                 HeadRows(projection, num_heads, 1, inner + convolved),
             )
         ),

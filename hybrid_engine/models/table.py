@@ -228,6 +228,7 @@ class ModelTable:
         """`shapes`, with the dims that rules take in steps split: see `PartOfTensor`."""
         refined = dict(self.shapes)
         parts = {part for rule in self.rules for part in rule.packing.parts()}
+        # An index takes a dim as it is. Only steps split it.
         for part in sorted(part for part in parts if "::" in part):
             # Any expert has the same dims.
             pattern, _, selection = part.replace("{expert}", "0").partition("[")
@@ -305,6 +306,8 @@ def value_table(table: ModelTable) -> ModelTable:
         names = tuple(name for name in rule.names if not name.startswith("output_layer."))
         if names:
             rules.append(Rule(names, rule.packing))
+    # The patterns that only the output layer packed. A tied embedding stays, because the
+    # embedding's rule packs it too.
     of_head = _packed(table.rules) - _packed(rules)
     shapes = {
         name: shape
