@@ -88,6 +88,7 @@ class Step:
         if isinstance(sizes, TrainParallelism):
             return cls(
                 sizes=sizes,
+                # Context parallel ranks have parts of each sequence.
                 tokens=-(-tokens // sizes.context),
                 itemsize=itemsize,
                 splits_sequence=actor.sequence_parallel,
@@ -128,8 +129,12 @@ def activation_nbytes(table: ModelTable, step: Step) -> np.ndarray:
         elif virtual == 1:
             in_flight = num_later + 1
         else:
+            # 4 stages with 2 chunks, first stage: (2 * 3 + 1 * 4 + 1) / 2 = 5.5. Divided by the
+            # chunks, since `kept` below sums those of all chunks of the stage, and each of the 11
+            # is one chunk.
             in_flight = (2 * num_later + (virtual - 1) * sizes.pipeline + 1) / virtual
         kept = sum(chunk.kept for chunk in of_stage)
+        # A stage computes one chunk's backward pass at a time.
         recomputed = max(chunk.recomputed for chunk in of_stage)
         logits = sum(chunk.logits for chunk in of_stage)
         nbytes[stage] = step.tokens * step.itemsize * (in_flight * kept + recomputed) + logits
@@ -163,12 +168,15 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
         num_heads = 0
     layers = [_layer(table, step, is_moe) for is_moe in has_experts]
     whole = [sum(layer.values()) for layer in layers]
+    # `inputs` has those of both norms; recomputation keeps the layer's own input only.
     inputs = [layer["inputs"] / 2 for layer in layers]  # of the first of both norms
     kept = sum(whole)
     recomputed = 0.0
+    # One input for each group of `num_layers` layers; the group in its backward pass exists whole.
     if step.granularity == "full" and step.method == "uniform":
         kept = sum(inputs) / step.num_layers
         recomputed = max(whole, default=0.0) * step.num_layers
+    # Megatron's method "block": the first `num_layers` layers of the chunk, each on its own.
     elif step.granularity == "full":
         recomputed = max(whole[: step.num_layers], default=0.0)
         kept = sum(inputs[: step.num_layers]) + sum(whole[step.num_layers :])
@@ -181,7 +189,9 @@ def _of_chunk(table: ModelTable, step: Step, chunk: Chunk) -> _Kept:
     num_logits = step.tokens * vocabulary
     logits = num_logits * step.logit_nbytes * num_heads
     if num_logits * 4 > MAX_LOGIT_NBYTES and num_heads:
+        # Two float32 gradients of the output layer's weight, by this chunk of logits and by all.
         of_weight = 8 * vocabulary * table.dims.hidden_size
+        # Heads compute one after another, so that the chunk of one head exists at a time.
         logits = of_weight + MAX_LOGIT_NBYTES / 4 * step.logit_nbytes
     if num_heads:
         logits += min(num_logits, MAX_LOGIT_NBYTES / 4) * ENTROPY_NBYTES
@@ -193,12 +203,15 @@ def _layer(table: ModelTable, step: Step, has_experts: bool) -> dict[str, float]
     settings = table.sizes
     hidden = table.dims.hidden_size
     tensor = step.sizes.tensor
+    # Sequence parallelism splits what tensor parallelism would repeat on every rank.
     norms = 2 * hidden / (tensor if step.splits_sequence else 1)
     parts = {"inputs": norms, "layernorm": norms, **_attention(table, tensor)}
     num_products = 3 if settings.get("gated_linear_unit") else 2
     if not has_experts:
         return {**parts, "mlp": num_products * settings["ffn_hidden_size"] / tensor}
     width = settings["moe_ffn_hidden_size"] / step.sizes.expert_cut
+    # TP 4, ETP 1 and 8 experts per token: a rank computes 1/4 of the tokens, 2 copies per token of
+    # the sequence, in whole experts. With ETP 4 it has 8 copies and 1/4 of each expert's width.
     copies = step.sizes.expert_cut / tensor
     copies *= settings["moe_router_topk"]
     shared = settings.get("moe_shared_expert_intermediate_size") or 0
@@ -221,6 +234,7 @@ def _attention(table: ModelTable, tensor: int) -> dict[str, float]:
         return {"attention": (2 * q + 2 * kv) / tensor}
     value = dims.num_heads * settings["v_head_dim"]
     up = dims.num_heads * settings["qk_head_dim"] + value
+    # Twice: before and after the norm.
     compressed = 2 * ((settings.get("q_lora_rank") or 0) + dims.latent_kv_size)
     return {"attention": compressed + (2 * q + value) / tensor, "mla_up_proj": up / tensor}
 
@@ -242,6 +256,8 @@ def gathered_nbytes(model: PackedModel, actor: ActorConfig) -> int:
     layer = max(layers.values(), default=0)
     keeps_all = actor.fsdp.sharding_strategy == "SHARD_GRAD_OP"
     gathered = sum(layers.values()) if keeps_all else 2 * layer
+    # Parameters of the root and of two layers, gradients of the root and of one, and that one's
+    # float32 copy.
     return itemsize * (root + gathered) + itemsize * (root + layer) + 4 * layer
 
 
@@ -278,5 +294,6 @@ def vllm_step_nbytes(
         width = settings["moe_ffn_hidden_size"] / (infer.tensor if infer.expert == 1 else 1)
         widths.append(settings["moe_router_topk"] * (dims.hidden_size + 3 * width))
     vocabulary = infer.padded_vocabulary(dims.vocab_size)
+    # One token per sequence is sampled: its logits in the model's dtype and twice in float32.
     logits = min(generate.max_num_seqs, tokens) * vocabulary * (itemsize + 8)
     return int(tokens * itemsize * (3 * dims.hidden_size + max(widths)) + logits)

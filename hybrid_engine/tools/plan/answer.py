@@ -158,6 +158,7 @@ def facts_of_rank(job: JobPlan, rank: int) -> dict[str, Any]:
         "rank": rank,
         "transfers": len(transfers),
         "buckets": len(plan.buckets),
+        # A rank's own copies have it at both ends.
         "peers": len(ranks.union(transfer.dst_rank for transfer in transfers) - {rank}),
         **{
             name: {link: nbytes[rank].item() for link, nbytes in links.items()}
@@ -225,6 +226,7 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> dict[str, Any]:
     nbytes = _nbytes_by_rank(destination, kept)
     return {
         "bytes": {**moved_bytes(sent), **_ranges(kept=nbytes)},
+        # Rounded up: with a value that is too small by one byte some bucket would not stay.
         "incremental_mb": -(-int(nbytes.max()) // MIB),
     }
 
@@ -248,6 +250,7 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
             for shard, buffer in side.shards_of(rank, name):
                 buffers[shard.place.buffer] = buffer
         nbytes.append(sum(buffer.nbytes for buffer in buffers.values()))
+    # From ranks' classes back to ranks: ranks of a class hold the same buffers.
     return np.array(nbytes, dtype=np.int64)[classes]
 
 
@@ -345,6 +348,8 @@ def _of_cache(job: JobPlan) -> str:
         return contents
     if cache.given is not None:
         return f"{contents}; set kv_cache_mb for one sequence of max_model_len, within the device"
+    # The share that leaves `beside` untouched. It is rounded down below, and `needed` is rounded
+    # up, so a share that is named is enough.
     most = 1 - cache.beside / cache.device
     training = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
     if cache.needed <= most:

@@ -170,6 +170,8 @@ class CacheRoom:
         """Number of tokens that fit in the cache, in longest sequences."""
         cached = sequence_nbytes(self.layers, self.longest)
         beyond_windows = self.sequence - cached
+        # In units of longest sequences, since a window caches the same for 5,000 and 50,000 tokens.
+        # A longest sequence of 1,000 tokens in 10 MB and a room of 25 MB make 2,500 tokens.
         return max(0, int(self.room - beyond_windows)) * self.longest // max(1, cached)
 
     @property
@@ -181,6 +183,7 @@ class CacheRoom:
     @property
     def taken(self) -> float:
         """Bytes used on the device during generation, by vLLM and training state that stays."""
+        # vLLM takes its share whole: what weights and a step leave becomes cache.
         vllm = self.share if self.given is None else self.weights + self.step + self.given
         return vllm + self.beside
 
@@ -258,6 +261,7 @@ class JobPlan:
     def seconds(self) -> np.ndarray:
         """Estimated seconds of each rank's transfers: links in turn, by the larger direction."""
         moved = self.bytes
+        # Links carry both directions at once.
         nbytes = {
             Link.SELF: moved.own,
             Link.HOST: np.maximum(moved.host, moved.sent_host),
@@ -284,14 +288,19 @@ class JobPlan:
         params = pcie_seconds(kinds.get("param", 0))
         first = pcie_seconds(kinds.get("optimizer", 0))
         inelastic = 0 if state.inelastic is None else state.inelastic
+        # No more than leaves at all: parameters that stay have no copy to wait for.
         late = np.minimum(params, pcie_seconds(inelastic))
         meanwhile = params - late
         if self.cluster.has_elastic_buffers and self.config.generate_config.incremental == "off":
             dropped = 0 if "grad" in kept else state.grads
             beyond_gradients = pcie_seconds(np.maximum(self.memory.inference - dropped, 0))
             cached = pcie_seconds(max(self.cache.room, 0))
+            # In shared memory, training state can stay where the KV cache will be, until
+            # generation. Only the rest has to leave first, and of that no more than vLLM's weights
+            # need beyond the gradients.
             first = np.clip(params + first - cached, 0, beyond_gradients)
             meanwhile = 0 * params
+        # PCIe and the links between ranks work at the same time.
         copies = first + np.maximum(self.seconds, meanwhile) + late
         num_buckets = -(-self.memory.inference // self.bucket_nbytes)
         return {
@@ -365,8 +374,11 @@ class JobPlan:
         generate = self.config.generate_config
         itemsize = DTYPE_NBYTES[self.config.served_dtype]
         device = self.cluster.device_gib * GIB
+        # vLLM has one number of blocks on all stages, so the stage with most bytes per sequence
+        # decides.
         layers = max(self.stage_caches, key=partial(sequence_nbytes, length=self.max_model_len))
         if str(generate.vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
+            # 8 bits: one byte where the served dtype has `itemsize`.
             layers = tuple(
                 replace(layer, per_token=layer.per_token // itemsize) for layer in layers
             )
@@ -452,6 +464,7 @@ def plan_job(
     sequential = summarize(source, positions, hosts, relaying)
     progress("choosing the order of ranks")
     order = rank_order(generate.infer_rank_order, source, positions, hosts, infer.tensor)
+    # Sequential order needs no second layout.
     destination = positions
     moved = sequential
     if order != tuple(range(world_size)):
@@ -467,6 +480,7 @@ def plan_job(
     critic = critic_memory(config, world_size)
     keeps_inference = not generate.release_weights
     stays = what_stays(config, state, critic, cluster.device_gib * GIB)
+    # Gradients are among them only where they are copied.
     on_host = sum(copied_kinds(state, stays.kinds).values(), np.zeros_like(state.copied))
     if critic is not None and not stays.critic:
         on_host = on_host + critic.copied
@@ -521,6 +535,7 @@ def _activations(
 ) -> np.ndarray:
     """Return the activations of a training step by rank; the ranks of a stage are consecutive."""
     by_stage = activation_nbytes(table, Step.of(actor, sizes))
+    # FSDP2's ranks are all alike: one stage.
     return np.repeat(by_stage, sizes.world_size // len(by_stage))
 
 
@@ -540,6 +555,7 @@ def copied_kinds(state: TrainingMemory, stays: Collection[str]) -> dict[str, np.
     nbytes = {
         "param": state.params,
         "optimizer": state.optimizer,
+        # Megatron drops gradients, so this is 0 there; FSDP2 copies them.
         "grad": state.copied - state.params - state.optimizer,
     }
     return {kind: copied for kind, copied in nbytes.items() if kind not in stays}

@@ -88,6 +88,8 @@ def traced_side(
     Raises:
         PlanError: tensors have other shapes in training.
     """
+    # [instance, replica, pipeline, tensor] -> [instance, position] -> [position, instance]: a row
+    # has the ranks that hold the same.
     by_position = sizes.ranks.reshape(-1, sizes.ranks_per_instance).T
     alike: dict[int, np.ndarray] = {}
     layouts = []
