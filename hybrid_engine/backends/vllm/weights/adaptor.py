@@ -108,6 +108,7 @@ class VllmAdaptor:
         state made of earlier weights that they cannot make again.
         """
         self._processed.barrier.begin()
+        # Before the states change: a fault here leaves the groups as they were.
         self._forget_forwards()
         if self._unforgotten:
             lines = "\n".join(f"  - {fault}" for fault in self._unforgotten)
@@ -118,6 +119,8 @@ class VllmAdaptor:
             )
         self._states.advance(GroupEvent.ALLOCATE, groups)
         with self._failing(groups):
+            # Where derived tensors need not keep their addresses, the old form goes before the new
+            # one comes, so that the two never take memory together.
             self._drop(groups)
             tensors = self._loader_tensors(groups)
             for name in groups:
@@ -130,6 +133,7 @@ class VllmAdaptor:
 
         Collective if vLLM's processing is. Raises StateError for a group that was not allocated.
         """
+        # Checked for all groups before the first one changes, as one commit may name several.
         self._states.require(GroupEvent.COMMIT, groups)
         is_processed = not self._processed.derivations.keys().isdisjoint(groups)
         # The processing is vLLM's code and may change any setting of the process.
@@ -154,6 +158,7 @@ class VllmAdaptor:
         memory. Collective if vLLM's processing is.
         """
         self._processed.barrier.finish()
+        # Only commits have written since `forget`, so what they wrote is no trace of a forward.
         if not self._may_have_computed:
             self._processed.forward_state.disregard_commits()
         self._may_have_computed = True
@@ -186,6 +191,7 @@ class VllmAdaptor:
         frees_all = self._memory.frees_all_at_once
         released = [name for name in self._traced.groups if name not in stay or frees_all]
         self._states.advance(GroupEvent.RELEASE, released)
+        # Modules let go of derived tensors first: memory that something refers to cannot be freed.
         self._drop(released)
         storages = (name for group in released for name in self._traced.groups[group].storages)
         self._memory.free({name: live[name] for name in storages if name in live})

@@ -63,6 +63,9 @@ class CacheBlocks:
 
         Last are as few of the last blocks as have `nbytes` bytes in granules, or all of them.
         """
+        # From a later block on there are fewer bytes: with 100, 80, 60, 40, 20 bytes from blocks 0
+        # to 4 and `nbytes` of 60, bisect finds 3, and block 2 is the last with enough. Negated, the
+        # sizes ascend, as bisect needs.
         first = bisect_right(
             range(self._num_blocks),
             -nbytes,
@@ -94,6 +97,7 @@ class CacheBlocks:
         """Put free blocks first that are not held, or let go if there are few of them."""
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head
+        # `else` runs if all of the first `num_blocks` free blocks may be given out.
         for _ in range(num_blocks):
             block = block.next_free_block
             if block.block_id >= self._first_held:
@@ -102,6 +106,8 @@ class CacheBlocks:
             return
         # Cached blocks that requests have left stand behind the held ones.
         free = queue.get_all_free_blocks()
+        # Stable, so that blocks that may be given out keep their order, which is vLLM's order of
+        # eviction.
         free.sort(key=lambda block: block.block_id >= self._first_held)
         # It takes milliseconds, so not for a few.
         if free[: max(num_blocks, self._first_held // 8)][-1].block_id < self._first_held:
@@ -126,6 +132,7 @@ class CacheBlocks:
         """Return the whole granules that have only this block and those after it."""
         whole = Spans()
         for start, stop in self._addresses_from(block):
+            # Inwards at both ends: a granule with a part of an earlier block is that block's.
             first = round_up(start - self.address, granule)
             last = stop - self.address
             # What follows the cache in its last granule belongs to nobody.

@@ -72,6 +72,8 @@ class LoaderView:
     def over(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the same view of the storage's tensor in `tensors`; an empty one stays empty."""
         tensor = tensors[self.storage.name]
+        # The tensor itself where it is all of the storage: it has vLLM's attributes, a new view has
+        # none.
         if self.view == self.storage.view or not tensor.numel():
             return tensor
         flat = flat_view(tensor)
@@ -157,6 +159,7 @@ class Derivation:
     @contextlib.contextmanager
     def as_loaded(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Roll the modules back as `load` does in this context, and restore them at its end."""
+        # Before `load`, which overwrites these entries.
         present = [change.current() for change in self.changes]
         self.load(tensors)
         try:
@@ -264,6 +267,8 @@ class Sentinels(Enum):
         """Yield each period of `flat` with the values of the pattern there."""
         pattern = _sentinel_values(self.value)[: flat.numel()]
         if flat.element_size() == 1:
+            # e4m3 has no values between 0 and 2**-9, about 0.002, and the pattern is below 0.001.
+            # Times 256 it is below 0.256.
             pattern = pattern * _BYTE_FACTOR
         # A single copy to the device serves all periods.
         values = pattern.to(flat.device, flat.dtype)
@@ -409,6 +414,7 @@ class ModelSnapshot:
                     yield Change(table, None, [_former(part) for part in parts])
                 continue
             assert isinstance(contents, dict)
+            # Entries that the processing removed are only in `contents`, new ones only in `table`.
             for key in {**contents, **table}:
                 loaded = contents.get(key, MISSING)
                 if _differs(loaded, table.get(key, MISSING), live):
@@ -431,6 +437,7 @@ def take_snapshot(
         for group in groups.values()
         if group.methods or group.attention
         for name in group.storages
+        # The pattern is of floats. Integers, such as packed weights, stay zero.
         if storages[name].dtype.is_floating_point
     )
     for name in with_sentinels:

@@ -70,6 +70,8 @@ def join(main: ProcessedModel, drafter: ProcessedModel) -> ProcessedModel:
     modules = {
         name: module
         for name, module in drafter.modules.items()
+        # "" is `_DrafterScope`, no module of vLLM's. A module that vLLM replaced is another object
+        # now.
         if name and present.get(name) is module
     }
     groups = _kept_groups(drafter.traced, modules)

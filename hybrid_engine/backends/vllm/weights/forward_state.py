@@ -62,6 +62,7 @@ class _Container:
 
     def changes(self) -> Iterator[Change]:
         if isinstance(self.table, list):
+            # The key None stands for a list as a whole (`Change`).
             if None not in self.renewed and not _are_same(self.table, self.contents):
                 yield Change(self.table, None, list(self.contents))
             return
@@ -289,6 +290,8 @@ def _written(modules: Iterable[_Untouched]) -> set[int]:
     constants = [constant for module in modules for constant in module.constants.values()]
     digests = box_digests(constant.tensor for constant in constants)
     return {
+        # Either measure alone is enough: a write of equal bytes, or bytes that changed without a
+        # counted write.
         id(constant)
         for constant, digest in zip(constants, digests, strict=True)
         if (num_writes(constant.tensor), digest) != (constant.num_writes, constant.digest)

@@ -105,6 +105,8 @@ def _join_staged(
         # A temporary of the loader is not in the inventory.
         if owner is None:
             continue
+        # A tensor that is written into two modules joins them. Tensors of one computed write are in
+        # its module together.
         earlier = [staged_in[name] for name in write.tensors if name in staged_in]
         sets.join([owner, *earlier])
         staged_in.update(dict.fromkeys(write.tensors, owner))

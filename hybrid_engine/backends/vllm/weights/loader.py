@@ -92,6 +92,8 @@ def loader_class(
                 with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
                     yield
 
+            # Filled between tracing and the end of the processing, when the first real processing
+            # ran.
             is_collective = bool(self._taken)
             processed = inspect(self._traced, context, model_config.dtype, is_collective)
             keep(model, processed)

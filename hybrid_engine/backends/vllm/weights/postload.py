@@ -185,6 +185,7 @@ def _collect(contents: ModuleTensors, root: object, name: str) -> None:
     skipped = tuple(kind.load() for kind in internals.NOT_ENTERED)
     while pending:
         path, value = pending.pop()
+        # Tensors skip `seen`: every path counts, because each may be replaced on its own.
         if isinstance(value, torch.Tensor):
             contents.tensors[path] = value  # a shared tensor at each of its paths
         elif isinstance(value, int | float) and not isinstance(value, bool | enum.Enum):

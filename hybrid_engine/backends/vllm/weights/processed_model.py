@@ -175,6 +175,7 @@ class ProcessedModel:
                 self.bind(name, tensors)
                 yield
         finally:
+            # Live parameters are no changes of a derivation, so its rollback does not restore them.
             for storage in self.traced.storages_of(name):
                 if storage.name in self.live:
                     for binding in storage.bindings:
@@ -293,6 +294,8 @@ def _inspected(
     modules = dict(traced.model.named_modules())
     live = traced.snapshot.live(modules)
     written = traced.snapshot.written()
+    # Tensors that existed before the processing and are no weights, and weights that a switch fills
+    # in place. Any other tensor was derived.
     known = traced.snapshot.constants | {storage_key(tensor) for tensor in live.values()}
     derivations: dict[str, Derivation] = {}
     computed_with: set[int] = set()  # storages of derived tensors
@@ -331,6 +334,7 @@ def _inspected(
         derivations = {
             name: derivation for name, derivation in derivations.items() if name not in idle
         }
+        # Once more, because constants that only idle groups reach are not renewed.
         constants = _constants(traced, modules, derivations, written, keeps_addresses)
         model = replace(model, derivations=derivations, constants=constants)
     if faults:
@@ -523,6 +527,7 @@ def _rehearse(model: ProcessedModel, group: str) -> list[str]:
             model.process(derivation)
             contents = module_tensors(model.modules, derivation.reached)
             derived = contents.outside(derivation.known)
+            # In this order: a form that differs makes the later comparisons meaningless.
             problems = derivation.misfits(derived) or derivation.strays(derived, contents.numbers)
             if not problems:
                 problems = _stale(derivation, derived, {storage.key for storage in storages})
@@ -535,6 +540,8 @@ def _rehearse(model: ProcessedModel, group: str) -> list[str]:
         model.barrier.abandon()
         problem = f"its processing cannot run again: {type(error).__name__}: {error}"
         return [_fault(model, derivation.first, problem)]
+    # After the block the modules have their former entries, so the live results must show the new
+    # bytes.
     problems = problems or [
         f"{display(path)} cannot be written in place"
         for path in derived

@@ -108,6 +108,7 @@ class ProcessingBarrier:
                 "generate_config.timeout_seconds if the ranks are only slow",
                 code="processing-timeout",
             ) from error
+        # Checksums 5 and 7 make maxima of 7 and -5, and 7 differs from 5. Equal ones make 7 and -7.
         failed, highest, lowest, wished = largest.tolist()
         self._is_over = bool(failed) or highest != -lowest
         if failed:

@@ -119,6 +119,7 @@ def trace_model(
     absent = {key for key, parameter in activations.items() if parameter.isnan().all()}
     with torch.no_grad():
         for parameter in model.parameters():
+            # Defaults keep the values that vLLM derives scales from, and NaN keeps its meaning.
             if storage_key(parameter) not in defaults | absent:
                 parameter.zero_()
         for key, parameter in activations.items():
@@ -184,6 +185,7 @@ def matrices_of_modules(
     for copy in trace.copies:
         if copy.storage in matrices:
             module, parameter = matrices[copy.storage]
+            # A parameter of experts is [E, rows, columns]: a step of dim 0 is one expert.
             number = copy.dst.offset // parameter.stride(0) if parameter.dim() > 2 else 0
             of_module = fused.setdefault(module, {})
             of_module.setdefault((copy.storage, number), set()).add(copy.tensor)
@@ -260,6 +262,7 @@ def _require_separate_loads(
         shapes = {name: tensors[name] for name in group.staged}
         alone = trace_loader(load_weights, shapes, dtypes, on_meta)
         actual = {(names.get(write.storage), write.dst) for write in alone.staged_writes}
+        # Offered alone, a staged tensor may even be traced exactly, which is as good.
         actual |= {(names.get(copy.storage), copy.dst) for copy in alone.copies}
         due = {(name, dst) for name, dst in expected if name in group.storages}
         incomplete = {name for name, _ in due - actual}
@@ -347,6 +350,7 @@ def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ..
             Extent(end_of_added, shard.num_elements_padded),
         )
         for name, parameter in module._parameters.items():
+            # Only parameters with a row per token: a scale of the whole weight has another length.
             if parameter is None or parameter.shape[0] != shard.num_elements_padded:
                 continue
             width = parameter.numel() // parameter.shape[0]
@@ -482,12 +486,17 @@ def _last_writes(
     # A sweep over the storage: only writes whose intervals overlap are compared box by box.
     active: list[int] = []
     for index in order:
+        # `order` is by start, so a write that ends before this one starts meets no later one
+        # either.
         active = [other for other in active if writes[other].stop > writes[index].start]
         for other in active:
+            # Indices are in the order of the loader, whatever the order of the sweep.
             earlier = writes[min(index, other)]
             later = writes[max(index, other)]
             if not any(a.intersect(b) for a in earlier.boxes for b in later.boxes):
                 continue
+            # A later write may replace an earlier one whole: then the later one counts. In part,
+            # neither of the two says what the elements are.
             if subtract_all(earlier.boxes, later.boxes):
                 faults.append(
                     f"{storage.name}: {earlier.copy.tensor} and {later.copy.tensor} "
@@ -510,6 +519,7 @@ def _uncovered(
     staged = union([box for write in staged_writes for box in _boxes(storage, write.dst)])
     covered = sum(box.numel for box in [*boxes, *staged])
     num_padding = sum(extent.stop - extent.start for extent in padding)
+    # Nothing is counted twice here: traced boxes are disjoint, or `_last_writes` has reported them.
     if covered + num_padding == storage.num_weights:
         return []
     sources = sorted({write.copy.tensor for write in writes})

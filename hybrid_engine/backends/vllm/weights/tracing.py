@@ -182,6 +182,7 @@ class _TracedStorage:
         ]
         composed = []
         for copy in self.copies:
+            # Inverted: boxes of the clone, with their places in the tensor as the destination.
             for write in boxes_of_copy(self.shape, copy.dst, copy.src):
                 written = Region("", write.offsets, write.lengths)
                 for read, needed in reads:
@@ -248,6 +249,8 @@ class _Recorder(_DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
+            # Model or loader on the left, an offered tensor on the right. Any other copy is a write
+            # like those below.
             is_load = self._has_values(args[0]) and not self._has_values(args[1])
             if is_load:
                 self._record_copy(args[0], args[1])
@@ -308,6 +311,8 @@ class _Recorder(_DispatchMode):
         self._written.add(key)
         if self._is_exact(src):
             source = self._sources[storage_key(src)]
+            # `copy_` broadcasts. Expanded, the source has the target's shape, with stride 0 along
+            # repeated dims.
             self._copies += source.read(view_of(src.expand(dst.shape)), key, view_of(dst))
         else:
             self._note_staged(dst, self._origins_of(src))
@@ -334,9 +339,12 @@ class _Recorder(_DispatchMode):
             self._written.add(storage_key(target))
 
         if func in _OVERWRITES:
+            # A target that was offered counts as an input of its own: what it held before is no
+            # longer what a checkpoint has, so its exact records end.
             inputs = (args[1:] if has_values else args, kwargs)
             # A scalar from .item() may be the value that is written here.
             origins = self._origins_of(inputs) | self._scalars | self._overwritten(target)
+            # The next write after an `.item()` is taken as its use.
             self._scalars = frozenset()
         else:
             origins = self._origins_of((args, kwargs))
@@ -472,6 +480,8 @@ def dense_order(view: StridedView) -> tuple[int, ...] | None:
     dense = contiguous_strides(shape)
     # The stride of a dim of size 1 is never used, so any value fits.
     is_dense = all(
+        # Strides (8, 1) of [3, 4] leave gaps, (0, 1) overlap, and (1, 3) are dense, columns
+        # outermost.
         size == 1 or stride == expected
         for size, stride, expected in zip(shape, strides, dense, strict=True)
     )
