@@ -100,6 +100,7 @@ class Factors:
             num_rows: rows of the product; None: those of B.
         """
         a, b = (matrix[expert] if self.is_for_each else matrix for matrix in (self.a, self.b))
+        # B [out, rank] has all of the rank, so its columns are the rows that A must have.
         a = self._gathered(a, b.shape[1])
         b = self._gathered(b, num_rows or len(b))
         return (b.float() @ a.float()).mul_(self.scale)
@@ -134,6 +135,8 @@ class AdaptedWeight:
         products = [factors.product(self.expert, num_rows) for factors in self.factors]
         if len(products) == 1:
             return products[0]
+        # Rows of 2 query groups are q0 k0 v0 q1 k1 v1, those of the adapters q0 q1, k0 k1 and v0
+        # v1: as [2, rows of a group, in] they join along dim 1.
         groups = [product.unflatten(0, (self.num_groups, -1)) for product in products]
         return torch.cat(groups, dim=1).flatten(0, 1)
 
@@ -162,6 +165,8 @@ class Adapters:
             # Megatron-Bridge has no public name for it.
             if getattr(wrapper, "_adapter_enabled", True):
                 factors = _factors(wrapper)
+                # Identities, not values: A and B change in every step, and only their exchange
+                # makes the layout stale.
                 settings = [(id(part.a), id(part.b), part.scale) for part in factors]
                 for expert, weight in enumerate(_weights(wrapper)):
                     groups = _num_groups(wrapper, factors)
@@ -186,6 +191,8 @@ class Adapters:
             for weight, total in sums.items():
                 adapted = self.weights[weight]
                 # Experts of a layer follow one another, and may have one adapter together.
+                # All experts of a layer have one list of factors, so identity tells the layers
+                # apart.
                 if adapted.factors is not shared:
                     product = adapted.product()
                 is_shared = not any(factors.is_for_each for factors in adapted.factors)
@@ -318,5 +325,6 @@ def _num_groups(wrapper: Any, factors: Sequence[Factors]) -> int:
     """
     if _kind(wrapper) != "LoRALinearSplitQKV":
         return 1
+    # `factors[1]` is of the keys: a head, `kv_channels` rows, for each query group.
     num_groups, rest = divmod(len(factors[1].b), wrapper.to_wrap.config.kv_channels)
     return 0 if rest else num_groups

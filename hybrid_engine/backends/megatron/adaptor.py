@@ -128,6 +128,8 @@ class MegatronAdaptor(AdaptorWithSources):
         shards = self._weight_shards(homes)
         if self.sent_as_stored:
             stored = self._weight_shards(self.model.homes)
+            # Sums and dequantised copies are shown in place of the weights, but for tensors that go
+            # as stored.
             shards = [
                 *(shard for shard in shards if shard.region.tensor not in self.sent_as_stored),
                 *(shard for shard in stored if shard.region.tensor in self.sent_as_stored),
@@ -168,6 +170,7 @@ class MegatronAdaptor(AdaptorWithSources):
     def finish_loading(self) -> None:
         if self.model.norm_factors is not None:
             for weight, factor in self.model.norm_factors.tensors.items():
+                # A checkpoint was read into the factors; Megatron stores them minus 1.
                 weight.copy_(factor.float() - 1)
         for sources in self.computed:
             for weight, value in sources.tensors.items():
@@ -295,6 +298,8 @@ class MegatronAdaptor(AdaptorWithSources):
             packings_of_a, packing_of_b = adapter_packings(match.packing)
             for packing in packings_of_a if is_a else (packing_of_b,):
                 names = [tensor.format(**match.indices) for tensor in packing.tensors()]
+                # vLLM's model has no MTP layers, and `adapter_shapes` leaves out what it does not
+                # read.
                 if all(canonical in shapes for canonical in names):
                     held = self._held(packing, match, shapes, local_shape)
                     yield _LoraMatrix(parameter, held, shapes)

@@ -106,10 +106,13 @@ def _routes(
     numbers = torch.arange(tokens.numel()).view(num_sequences, length)
     if models[0].config.sequence_parallel:
         num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+        # Sequence parallel ranks route consecutive parts of each sequence, of equal lengths:
+        # `ProbeLimits` makes the length a multiple of the ranks.
         numbers = numbers.chunk(num_ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
     num_layers = len(calls) // num_sequences
     layers = []
     for layer in range(num_layers):
+        # Calls are s0l0 s0l1 s1l0 s1l1 for 2 sequences and 2 layers: every second one is a layer's.
         rows = calls[layer::num_layers]
         experts = torch.cat([row.experts for row in rows])
         scores = torch.cat([row.scores for row in rows if row.scores is not None])
@@ -159,6 +162,7 @@ def hide_padding(chunks: Modules, vocab_size: int) -> None:
         # Gathered logits: autograd refuses writes to them in place.
         if logits.shape[-1] != local_size:
             return logits[..., :vocab_size], bias
+        # 100 tokens padded to 128 on 2 ranks: rank 1 has tokens 64 to 127, of which 36 are real.
         first_token = parallel_state.get_tensor_model_parallel_rank() * local_size
         num_real = max(0, vocab_size - first_token)
         if num_real < local_size:

@@ -241,6 +241,8 @@ def mark_of_expert(weight: Any, like: Any, *, counted: bool) -> None:
     `counted`: its gradient counts in the norm on this rank. A rank's place in the tensor parallel
     group, by which Megatron decides that for other layers, means nothing for experts.
     """
+    # megatron-core reduces parameters without this flag over all data parallel ranks, those with
+    # `allreduce` False over the ranks of the same experts.
     weight.allreduce = like.allreduce
     weight.shared = not counted
 
@@ -279,6 +281,7 @@ class PassInput:
 
     def take(self) -> torch.Tensor | None:
         """Return the tensor of this forward pass; None: there is none."""
+        # Outside the block of `given` the pass can only be a recomputed one.
         if self.current is None and self.recomputed:
             return self.recomputed.popleft()
         return self.current
@@ -326,6 +329,7 @@ class ExpertChooser:
                 return values, experts
             is_replayed = (replayed >= 0).all(dim=1, keepdim=True)
             experts = torch.where(is_replayed, replayed, experts)
+            # The router's own scores of the replayed experts, so that gradients reach the router.
             return scores.gather(1, experts), experts
 
         if self._inner is None:

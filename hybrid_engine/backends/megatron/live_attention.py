@@ -76,6 +76,7 @@ def _rotary(model: Any, mixer: MegatronAttention, positions: Sequence[int]) -> R
     # Latent attention has a rotary embedding per layer; other layers share the model's.
     skips = getattr(mixer.config, "no_rope_freq", None)
     of_layer = getattr(mixer, "rotary_pos_emb", None)
+    # `layer_number` counts from 1.
     is_skipped = isinstance(skips, list) and skips[mixer.layer_number - 1]
     if is_skipped or (of_layer is None and model.position_embedding_type in _NOT_ROTATED):
         return Rotary()

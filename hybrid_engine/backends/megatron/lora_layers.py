@@ -104,7 +104,8 @@ class _LoraPair(torch.nn.Module):
         # B starts at zero, so that training starts from the frozen model.
         self.linear_out = _Matrix(rows, rank, layer, 0 if self.is_column else None, zero=True)
         for matrix in (self.linear_in, self.linear_out):
-            # Each rank has seen only its part of the sequence when it computes this gradient.
+            # Each rank has seen only its part of the sequence when it computes this gradient: of A
+            # in a column-parallel layer, of B in a row-parallel one.
             if matrix.split_dim is None and self.sequence_parallel:
                 mark_sequence_parallel(matrix.weight)
 
@@ -127,6 +128,7 @@ class _LoraPair(torch.nn.Module):
             if self.sequence_parallel:
                 return gather_from_sequence_parallel_region(inner, group=self.group)
             return copy_to_tensor_model_parallel_region(inner, group=self.group)
+        # Each rank has the product of its columns of A with its part of x: a summand of A x.
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
@@ -151,6 +153,7 @@ class _Matrix(torch.nn.Module):
         shape = [rows, columns]
         part, num_parts = (0, 1) if split_dim is None else _place_in(layer.tp_group)
         if split_dim is not None:
+            # The layer's weight is this rank's part, so this restores the whole length.
             shape[split_dim] *= num_parts
         whole = torch.zeros(shape)
         # Every rank draws the whole matrix from an equal generator, so that values do not depend on
@@ -164,6 +167,8 @@ class _Matrix(torch.nn.Module):
         )
         is_split = split_dim is not None
         if layer.is_expert:
+            # A replicated matrix counts on the first rank only, or the norm would include it
+            # several times.
             mark_of_expert(self.weight, like, counted=is_split or _place_in(layer.tp_group)[0] == 0)
         set_tensor_model_parallel_attributes(
             self.weight, is_split or layer.is_expert, split_dim or 0, 1

@@ -348,6 +348,8 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: RotaryScaling) -> tor
         return frequencies / scaling.factor
     # Frequencies with many turns within the original context stay, frequencies with few are
     # divided by the factor, and the rest are interpolated.
+    # Llama 3.1 (8,192 tokens, factors 1 and 4, divided by 8): a wavelength of 8,192 tokens makes 1
+    # turn and is divided, one of 2,048 makes 4 and stays, one of 4,096 is between: 0.417 times.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)

@@ -301,10 +301,13 @@ class GlobalNames:
         """Return the global name of a local one."""
         prefix = self._experts_prefix(name)
         if prefix is not None:
+            # Local numbers count the rank's own experts: with 8 experts on 2 ranks, local 1 of the
+            # second is expert 5.
             numbers = self._experts[prefix]
             local_name = name.removeprefix(prefix)
             name = prefix + _EXPERT.sub(lambda match: str(numbers[int(match[0])]), local_name)
-        # The prefix is "decoder.layers.N." or "mtp.layers.N." for the parameters of layers.
+        # The prefix is "decoder.layers.N." or "mtp.layers.N." for the parameters of layers. The
+        # whole of "embedding.word_embeddings.weight" is no key of `_layers`.
         layer = ".".join(name.split(".")[:3]) + "."
         return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
 
@@ -373,6 +376,7 @@ def move_loose_parameters(chunks: Modules) -> None:
         for chunk in chunks
     ]
     # All chunks are checked before the first parameter moves.
+    # Of a grouped parameter `data_of` is another tensor, the one that holds all experts.
     num_grouped = sum(
         data_of(parameter) is not parameter and not is_quantised(parameter)
         for parameter in chain(*loose)

@@ -76,6 +76,7 @@ class StoredBlocks:
 def is_quantised(tensor: torch.Tensor) -> bool:
     """Return True for a tensor of Transformer Engine that holds elements and scales."""
     names = {base.__name__ for base in type(tensor).__mro__}
+    # A GroupedTensor may hold 16-bit elements as well; only bytes are quantised.
     if "GroupedTensor" in names:
         elements = getattr(tensor, "rowwise_data", None)
         return isinstance(elements, torch.Tensor) and elements.dtype is torch.uint8
@@ -102,6 +103,7 @@ def stored_blocks(tensor: torch.Tensor) -> StoredBlocks:
     if scales.dim() != 2 or scales.shape[0] < height or scales.shape[1] < width:
         shape = tuple(scales.shape)
         raise ValueError(f"a {kind} with scales of shape {shape} for {height} x {width} blocks")
+    # Without the padding, which Transformer Engine adds for its kernels.
     return StoredBlocks(_e4m3(elements), scales[:height, :width], blocks)
 
 
@@ -187,7 +189,10 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
     if (form.element.dtype, form.scale) != ("float8_e4m3fn", dtype_name(stored.scales)):
         raise ValueError(f"{form.method}, but training has a {_kind(weight)}")
     _, num_columns = stored.elements.shape
+    # In a parameter of 64 columns, an offset of 130 is row 2, column 2.
     row, column = divmod(shard.place.offset - start, num_columns)
+    # Every row has a stride of 64, every second one of 128. Another stride is no step of whole
+    # rows.
     row_step, remainder = divmod(shard.place.strides[0], num_columns)
     if len(shard.region.lengths) != 2 or remainder or shard.place.strides[1] != 1:
         raise ValueError(f"{form.method}, but training has a {_kind(weight)} in another order")
