@@ -84,6 +84,7 @@ def _write_sum(
     weight = tensors.tensors[name]
     box = tensors.parts[name]
     ends = map(sum, zip(box.offsets, box.lengths, strict=True))
+    # The leading slice takes all of the expert dim that a weight of two dims lacks.
     held = [slice(None), *map(slice, box.offsets, ends)]
     experts, rows, columns = held[-3:]
     num_experts = math.prod(weight.shape[:-2])
@@ -93,7 +94,9 @@ def _write_sum(
         a = _gathered(tensors.tensors[lora.a])
         b = _gathered(tensors.tensors[lora.b])
         left = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [expert, out, rank]
+        # 2 experts of rank 2: B's columns are r0e0 r0e1 r1e0 r1e1, A's rows e0r0 e0r1 e1r0 e1r1.
         right = a.reshape(num_experts, -1, a.shape[-1])  # [expert, rank, in]
+        # (B A)^T = A^T B^T.
         if lora.transposed:
             left, right = right.mT, left.mT
         factors.append((lora.scaling, left[experts, rows], right[experts, :, columns]))

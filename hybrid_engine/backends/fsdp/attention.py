@@ -151,6 +151,7 @@ def live_attention(
     """
     modules = computing_modules(transformers_model(model))
     # Layers share calls of rotary modules.
+    # The key of None: a layer that used no rotary call has no rotation.
     rotaries: dict[int, Rotary | None] = {id(None): Rotary()}
     attention: dict[int, Attention] = {}
     for number, call in calls.items():
@@ -173,7 +174,9 @@ def _rotary_of(
         if not isinstance(value, torch.Tensor):
             return value
         if value.is_floating_point():
+            # Of hidden states a rotary module reads device and dtype only.
             return torch.zeros(1, 1, 1, device=device)
+        # One token in place of the recorded number, with the dims before it.
         return torch.full((*value.shape[:-1], 1), position, device=device)
 
     rows = []
@@ -233,6 +236,7 @@ def _attention_calls(
         """Return a forward pass of a layer that ends at its attention, and returns its input."""
 
         def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # Only what this layer's own operations read counts as used by it.
             watch.storages.clear()
             try:
                 return forward(hidden, *args, **kwargs)
@@ -320,6 +324,8 @@ def _record_mask(
     zero = torch.tensor(0)
     query = torch.tensor(_POSITION)
     keys = torch.arange(_POSITION + 1)
+    # A query at 2**20 with a window of 4,096 sees 4,096 keys, itself included; without one all of
+    # them.
     num_keys = int(mask_function(zero, zero, query, keys).sum())
     mask: Any = torch.empty(1, 1, q_length, kv_length, device="meta")
     mask.window = None if num_keys == len(keys) else num_keys

@@ -82,6 +82,7 @@ def model_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.M
     owners: dict[torch.nn.Module, torch.nn.Module] = {}
     for outer in model.modules():  # outer models come first
         if isinstance(outer, PreTrainedModel):
+            # An inner model overwrites the entries of the outer one that contains it.
             owners.update(dict.fromkeys(outer.modules(), outer))
     return owners
 

@@ -37,6 +37,7 @@ _CHOSEN_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 def require_torch(version: str = torch.__version__) -> None:
     """Raise DependencyError if torch is older than the version that FSDP2 was tested with."""
+    # Of the release alone, so that nightly builds of the tested version count as tested.
     if Version(version).release < TESTED_TORCH.release:
         raise DependencyError(
             f"torch {version} is installed, but sharded models were tested with {TESTED_TORCH} "
@@ -191,6 +192,7 @@ def _is_box(parameter: DTensor) -> bool:
         if isinstance(placement, (Shard, StridedShard)):
             num_parts[placement.dim] *= size
     (chunk,) = parameter.__create_chunk_list__()
+    # torch computes the chunk as if the part were one box; another size shows that it is not.
     return tuple(chunk.sizes) == tuple(parameter.to_local().shape)
 
 
@@ -310,6 +312,8 @@ def _buffer_differences(
         if buffer is None or buffer.is_meta or expected.isnan().any():
             continue
         values = buffer.detach().to("cpu", expected.dtype)
+        # Relative only: high rotary frequencies are near 1, low ones near 1e-6, and both must
+        # agree.
         if values.shape == expected.shape and torch.allclose(values, expected, 1e-5, 0.0):
             continue
         shown = _last_values(values)

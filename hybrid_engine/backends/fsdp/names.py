@@ -136,6 +136,7 @@ def computing_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return plain name -> module; of a layer of PEFT, the layer inside it, which computes."""
     modules = {}
     for name, module in model.named_modules():
+        # PEFT nests wrappers if several parameters of a module have adapters.
         while isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
             module = base
         modules[plain_name(name)] = module
@@ -292,6 +293,7 @@ def _added_tensors(layer: Any, active: Sequence[str]) -> list[str]:
     """
     if not active:
         return []
+    # `scaling` has an entry for each adapter of the layer, active or not.
     idle = layer.scaling.keys() - set(active)
     names = []
     for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
@@ -382,6 +384,7 @@ def packed_model(model: torch.nn.Module, tensors: Tensors, table: ModelTable) ->
     viewed = {packed.parameter for packed in views.values()}
     # Of tied tensors keep the name that a checkpoint has.
     names_by_id: dict[int, str] = {}
+    # False sorts before True: names with a view come first, and the first name of a tensor stays.
     for name in sorted(tensors, key=lambda name: name not in viewed):
         names_by_id.setdefault(id(tensors[name]), name)
     shapes = {name: tuple(tensors[name].shape) for name in names_by_id.values()}

@@ -95,6 +95,7 @@ class TransformersReference:
                     if parts.is_broken:
                         raise
                     failure = error
+            # Also on rank 0 after a failure: the other ranks send all parts, and would wait for it.
             while parts.left:
                 parts.bring()
         with job.agreement.phase(_PHASE):
@@ -141,6 +142,7 @@ class _LayeredModel:
             layers = [
                 layer for prefix, layer in prefixes.items() if packed.parameter.startswith(prefix)
             ]
+            # 0: outside of any layer. None: in a layer that is none of the decoder's.
             number = numbers.get(layers[0]) if layers else 0
             # Layers of a tower for images see no tokens.
             if number is not None:

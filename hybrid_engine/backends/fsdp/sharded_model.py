@@ -229,6 +229,7 @@ class ShardedModel(GuardedState):
             reshard(self.model)
         log_probs = following_log_probs(logits, tokens, self.table.dims.vocab_size)
         # Hidden states may have a coarser dtype than the logits.
+        # bfloat16 has an eps of 2**-7, float32 of 2**-23.
         coarsest = max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps)
         return ProbeAnswer(log_probs.cpu(), coarsest, watch.routes)
 

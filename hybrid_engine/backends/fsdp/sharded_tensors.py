@@ -146,6 +146,8 @@ def _is_even(parameter: torch.nn.Parameter) -> bool:
     if not isinstance(parameter, DTensor):
         return parameter.numel() > 0 and parameter.is_contiguous()
     ranks_by_dim: dict[int, int] = {}
+    # A mesh (2, 4) that splits dim 0 twice needs a multiple of 8 rows; replicated dims of the mesh
+    # split nothing.
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if isinstance(placement, (Shard, StridedShard)):
             ranks_by_dim[placement.dim] = ranks_by_dim.get(placement.dim, 1) * size
@@ -223,6 +225,7 @@ def _in_other_dtypes(module: torch.nn.Module) -> list[torch.nn.Module]:
             sizes[parameter.dtype] += parameter.numel()
     if len(sizes) < 2:
         return []
+    # By elements: small parameters, such as norms in float32, do not decide however many they are.
     ((usual, _),) = sizes.most_common(1)
     parts: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
