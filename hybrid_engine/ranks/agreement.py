@@ -222,7 +222,7 @@ class Agreement:
             error = self._explained(name, caught)
         except BaseException as interrupt:  # passed on at once, but reported to the others
             seconds = self.timeout_seconds
-            if patience is not None:
+            if patience is not None:  # the others wait for this rank in a library
                 seconds = min(patience, PATIENCE_AFTER_INTERRUPT)
             self._watch.report(name, described(interrupt), seconds, waiting)
             raise
@@ -240,7 +240,7 @@ class Agreement:
             with self.phase(name):
                 end = time.monotonic() + seconds
                 has_more = False
-                for _ in remaining:
+                for _ in remaining:  # an iterator: the next round goes on behind this step
                     if time.monotonic() > end:
                         has_more = True
                         break
@@ -337,7 +337,7 @@ class Agreement:
                 with self._connected(phase, error):
                     self._connections().maximum(extremes)
                 has_failed, highest, negated_lowest, ballot.number = extremes.tolist()
-                if not has_failed and highest == -negated_lowest:
+                if not has_failed and highest == -negated_lowest:  # 5 and 7 make 7 and -5
                     return
                 # Texts of all ranks must fit into one message, and a character has up to 4 bytes.
                 most = min(_MAX_TEXT_LENGTH, LIMIT // (8 * self.world_size))
@@ -476,7 +476,7 @@ class Agreement:
         """
         with self._connected(phase, error):
             length = len(data).to_bytes(8, "little")
-            lengths = self._exchange(length, [8] * self.world_size)
+            lengths = self._exchange(length, [8] * self.world_size)  # receivers need them
             sizes = [int.from_bytes(length, "little") for length in lengths]
             require_size(sum(sizes), limit)
             return self._exchange(data, sizes)
@@ -673,7 +673,9 @@ class Pace:
         number, remainder = divmod(step, NUM_STEPS)
         if self._is_first and not remainder:
             self._watch.num_at(f"pace/{number}", arriving=True)
-            if number:
+            if number:  # mark 0 has no mark before it
+                # At step 16 (mark 2) all hosts must have reached step 8 (mark 1), not 16, so that a
+                # host waits only for one that is at least 8 steps behind.
                 self._await_hosts(number - 1)
 
     def ended(self) -> str:

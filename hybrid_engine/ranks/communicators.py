@@ -97,6 +97,7 @@ class IdleCommunicators:
         Collective over each group, whose ranks wait without a timeout.
         """
         with signals_held():
+            # One by one: after an error those that are left are still known as suspended.
             while self._suspended:
                 self._suspended[0].resume()
                 del self._suspended[0]

@@ -54,6 +54,7 @@ def extremes_of(values: Sequence[int | None]) -> torch.Tensor:
 def are_same(extremes: torch.Tensor) -> bool:
     """Return True if all ranks that took part passed the same numbers; see `extremes_of`."""
     highest, negated_lowest = extremes.unbind(1)
+    # _LOWEST on both sides: None on all ranks.
     return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
 
 
@@ -136,6 +137,7 @@ def _pieces(box: torch.Tensor) -> Iterator[torch.Tensor]:
     elif len(box) == 1:
         yield from _pieces(box[0])
     else:
+        # [1000, 1000, 100] has 10**8 elements, and a piece 2**24: 167 rows of the first dim.
         for part in box.split(max(1, _PIECE_NUMEL * len(box) // box.numel())):
             yield from _pieces(part)
 
@@ -178,6 +180,7 @@ _factors_lock = threading.Lock()
 
 
 def _new_factors(device: torch.device) -> torch.Tensor:
+    # On the host and from a fixed seed: generators of devices draw other numbers.
     generator = torch.Generator().manual_seed(0)
     shape = (8, _ROW)
     columns = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8, device="cpu")

@@ -127,6 +127,7 @@ class FailureWatch:
         self._rank = world.rank
         self._world_size = world.size
         self._may_end = world.may_end
+        # A ring: each rank is watched by the one below it, rank 0 by the last.
         self._neighbour = (self._rank + 1) % self._world_size
         self.set_silence(timeout_seconds)
         self._place = _RankPlace()
@@ -182,6 +183,7 @@ class FailureWatch:
     def inside(self, phase: str) -> Iterator[None]:
         """Mark the block as work in which this rank may wait for others."""
         outer = self._place
+        # True adds 1: nested blocks are part of the work around them.
         entry = outer.entry + (not outer.phase)
         self._place = _RankPlace(outer.step, entry, phase, time.monotonic())
         try:
@@ -376,6 +378,7 @@ class FailureWatch:
         # If this thread got no time itself, the neighbour must not be blamed for it.
         was_away = now - self._looked > 10 * _POLL_INTERVAL
         self._looked = now
+        # Outside of work nobody waits, so silence starts to count at the entry.
         if beat != self._neighbours_beat or not place.phase or was_away:
             self._neighbours_beat = beat
             self._neighbours_time = now
@@ -428,6 +431,8 @@ class FailureWatch:
                     waits = f" (rank {self._rank} is still in: {place.phase})"
                 logger.error("[Reshard] %s%s", failure, waits)
             first_seen[failure] = now
+        # For a rank that failed, which waits in `have_arrived`. Without failures a step writes
+        # nothing here.
         if failures and place.has_arrived and self._arrived_at != place.step:
             _append(self._threads_store, f"{place.step}/arrived", str(self._rank))
             self._arrived_at = place.step

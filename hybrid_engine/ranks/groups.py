@@ -204,6 +204,7 @@ class RankGroup:
         self._all_gather(sizes, torch.tensor([len(message)]))
         width = int(sizes.max())
         require_size(width * num_ranks, limit)
+        # gloo's gather needs rows of equal length, and at least one byte.
         rows = torch.empty(num_ranks, max(width, 1), dtype=torch.uint8)
         padded = bytearray(message.ljust(rows.shape[1], b"\0"))
         self._all_gather(rows, torch.frombuffer(padded, dtype=torch.uint8))
@@ -261,8 +262,10 @@ def connected_parts(meets: Sequence[int]) -> list[list[int]]:
     parts = []
     left = (1 << len(meets)) - 1
     while left:
+        # 0b1100 & -0b1100 = 0b0100.
         reached = left & -left  # the lowest rank that is in no part yet
         part = []
+        # `reached` grows by the peers of each rank that is taken, until no rank in it is left.
         while new := reached & left:
             rank = new.bit_length() - 1
             left &= ~(1 << rank)

@@ -157,6 +157,7 @@ def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable
             store.wait(names, timeout)
             return
         except RuntimeError:
+            # The last wait ended with the deadline; earlier ones end for a look at the refusal.
             if left < 1.0:
                 raise
     raise LostRankError(why, code="rank-lost")

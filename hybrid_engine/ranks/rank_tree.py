@@ -90,6 +90,7 @@ class TreeShape:
                 for span in group.spans[1:]:
                     nbytes += starts[span.stop] - starts[span.start]
             else:
+                # Not the first of this group: everything comes from above, once.
                 comes_down = True
         # All messages come down from the first rank of one of its groups.
         return nbytes + starts[-1] if comes_down else nbytes
@@ -151,6 +152,8 @@ class RankTree:
 
     def maximum(self, values: torch.Tensor) -> None:
         """Replace every element by its largest value on any rank, in place."""
+        # Upwards each group's members learn the largest value of all that its members represent;
+        # only the topmost group knows that of all ranks.
         for _, connections in self._groups:
             connections.end_maximum(connections.begin_maximum(values), self._ended)
         for group, connections in self._groups[::-1]:
@@ -188,6 +191,8 @@ class RankTree:
                         connections.begin_send(part, first).wait()
                     elif self._rank == first:
                         connections.begin_receive(part, rank).wait()
+        # Part by part over all levels, so that a lower level forwards one part while the next
+        # arrives above.
         for part in _parts(room):
             for _, connections in self._groups[::-1]:
                 connections.broadcast(part)

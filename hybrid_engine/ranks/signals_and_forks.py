@@ -73,6 +73,8 @@ def signals_held() -> Iterator[None]:
         finally:
             is_held = False
             with ExitStack() as handlers:  # not sent again: that would write to the wakeup fd twice
+                # An ExitStack runs its callbacks last in, first out: reversed, signals are handled
+                # in the order in which they came.
                 for number in reversed(pending):
                     handlers.callback(previous[number], number, None)
 
@@ -114,6 +116,8 @@ class Ends(ExitStack):
             super().close()
         except BaseException as error:
             first = error
+            # The last link is the first error of the unwinding, raised while `handled` was being
+            # handled.
             while first.__context__ is not None and first is not handled:
                 first = first.__context__
             if first is not handled:
@@ -132,6 +136,7 @@ class Ends(ExitStack):
 def _keep_groups() -> None:
     """Leak a reference to every group so that none is destroyed in this child."""
     kept = [groups_and_stores(), list(own_groups)]
+    # One reference that is never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 

@@ -172,6 +172,7 @@ def _flush(rank: str) -> None:
         lines = stream.getvalue().splitlines()
         stream.seek(0)
         stream.truncate()
+        # As torch's hook does, which finds nothing left to prefix.
         prefixed = [f"[rank{rank}]: {line}\n" if line else "\n" for line in lines]
         sys.__stderr__.write("".join(prefixed))
         sys.__stderr__.flush()

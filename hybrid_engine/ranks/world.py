@@ -62,6 +62,7 @@ class World:
         store = job_store()
         rank = dist.get_rank()
         # Number of this job in the group. A counter in the process would include other groups.
+        # `add` returns the new value: 1 for the first job of the group.
         number = store.add(f"hybrid_engine/joined/{rank}", 1)
         prefixed = dist.PrefixStore(f"hybrid_engine/{number}", store)
         return cls(prefixed, rank, dist.get_world_size(), is_default=True)
