@@ -305,7 +305,7 @@ def value_table(table: ModelTable) -> ModelTable:
     for rule in table.rules:
         names = tuple(name for name in rule.names if not name.startswith("output_layer."))
         if names:
-            rules.append(Rule(names, rule.packing))
+            rules.append(replace(rule, names=names))
     # The patterns that only the output layer packed. A tied embedding stays, because the
     # embedding's rule packs it too.
     of_head = _packed(table.rules) - _packed(rules)

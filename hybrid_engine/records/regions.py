@@ -384,7 +384,7 @@ def _merged(loops: list[_LoopNest]) -> list[_LoopNest]:
     changed = True
     while changed:
         changed = False
-        for inner, outer in itertools.permutations(merged, 2):
+        for inner, outer in itertools.combinations(merged, 2):
             continues_src = outer.src == inner.src * inner.size
             continues_dst = outer.dst == inner.dst * inner.size
             # A broadcast (stride 0) reads one element repeatedly and is not part of a longer loop.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def probe(
     rows = [row[None] for row in tokens.to(model_device())]
     is_interleaved = len(chunks) > 1
     if is_interleaved:
-        # An interleaved schedule requires a multiple of the number of stages: repeat the rows, and
-        # drop the repeated results.
+        # An interleaved schedule requires a multiple of the number of stages: repeat rows, and drop
+        # the repeated results. 2 rows in 3 stages: row 0 once more.
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-        rows *= -(-num_stages // len(rows))
+        rows += islice(cycle(rows), -len(rows) % num_stages)
     models = unwrap_model(list(chunks))
     run_schedule = get_forward_backward_func()
     watch = RouteWatch(num_experts)
@@ -93,7 +94,7 @@ def _routes(
 ) -> list[LayerRoutes]:
     """Return the routes of each layer of the whole model, of this rank's part of the tokens.
 
-    None with pipeline stages, which have different layers.
+    Empty with pipeline stages, which have different layers.
 
     Args:
         calls: routes of every call of a router: of all layers for a sequence, then for the next.
@@ -131,7 +132,8 @@ def _forward_step(
 
         # Megatron calls this "loss function" on the last stage only.
         def result(output: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
-            is_split = output.shape[-1] < model.vocab_size
+            # Whole logits may be shorter than the padded vocabulary (`hide_padding`).
+            is_split = output.shape[-1] == model.output_layer.output_size_per_partition
             logits = gather_from_tensor_model_parallel_region(output) if is_split else output
             log_probs = following_log_probs(logits, tokens, vocab_size)
             return log_probs.sum(), {"log_probs": log_probs}

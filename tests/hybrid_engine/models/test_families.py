@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -247,6 +247,8 @@ def test_a_value_model_differs_only_in_its_head(family: str) -> None:
     assert list(matched.packing.tensors()) == [VALUE_HEAD]
     embedding = "embedding.word_embeddings.weight"
     assert value.match(embedding) == table.match(embedding)
+    around_one = replace(table, rules=tuple(replace(rule, around_one=True) for rule in table.rules))
+    assert value_table(around_one).match(embedding).rule.around_one
     assert {*(table.shapes.keys() - served), *table.copies} <= value.left_out
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_engine.backends.megatron.forward_probe import probe
 from hybrid_engine.errors import ConfigError, LossError
 from tests.harness.errors import failing
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.zoo.megatron_models import (
+    ATOL,
     OVERLAP,
     PP2,
     SP2,
@@ -135,6 +137,19 @@ def test_an_invalid_loss_is_refused_on_all_ranks(zoo: Zoo) -> None:
         report = run.engine.train_step(make_batch(), lambda _batch, log_probs: -log_probs.mean())
         assert of_all_ranks(report) == [report, report]
         assert report["loss"] > 0
+
+
+@on_engines(3)
+def test_a_probe_of_fewer_sequences_than_stages(zoo: Zoo) -> None:
+    """An interleaved schedule takes multiples of the stages only."""
+    model = TinyModel("qwen3", {"num_hidden_layers": 6})
+    tokens = make_batch()["tokens"][:2]
+    with torch.no_grad():
+        expected = label_log_probs(model.build()(tokens).logits[:, :-1], tokens[:, 1:])
+    sizes = {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2}
+    with loaded(zoo.saved(model), **sizes) as run:
+        answer = probe(run.engine.model.chunks, run.table.dims.vocab_size, tokens)
+        torch.testing.assert_close(answer.log_probs, expected, atol=ATOL, rtol=0)
 
 
 @on_engines(2)
