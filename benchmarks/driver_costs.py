@@ -17,10 +17,9 @@ MICROSECONDS: Mapping[str, Sequence[float]] = {
     "unmap": (37, 34, 38, 45),
     "release": (194, 35, 280, 301),
     "export": (932, 837, 803, 812),
-    "import": (56, 29, 26, 23),
 }
-"""Microseconds of a call, by chunk size: the H100's; export and import, which were not measured
-there, the H200's."""
+"""Microseconds of a call, by chunk size: the H100's; export, which was not measured there, the
+H200's."""
 TAKE = ("create", "map, with access")
 GIVE_BACK = ("unmap", "release")
 

@@ -49,17 +49,8 @@ def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_experts_of_a_large_model_are_copied_by_few_kernels() -> None:
-    """The plan's kernels, chunks and messages are counted; each takes the host some time."""
-    (job,) = (job for job in critical_path.JOBS if job.name == "30B-A3B, 8: EP8 -> TP8")
-    figures = critical_path.figures_of(job, critical_path.Rates())
-    assert figures["launches"] <= 1000
-    assert (figures["mapped"], figures["exports"]) == (1512, 216)
-
-
-@pytest.mark.slow
 def test_the_errors_against_an_h100_are_the_published_ones() -> None:
-    rows = critical_path.compared(critical_path.Rates())
+    rows = critical_path.compared()
     assert [round(row["error"]) for row in rows] == [-53, -24, -22, -9]
 
 
