@@ -40,7 +40,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, write_figures
-from benchmarks.planning import RANKS_PER_HOST
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import (
@@ -75,6 +74,7 @@ SMALL_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 RANKS = (64, 4096)
+RANKS_PER_HOST = 8
 SHARDS = 64
 
 

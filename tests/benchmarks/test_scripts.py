@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import critical_path, planning, reshard
+from benchmarks import critical_path, reshard
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from benchmarks.resharding.figures import Figures
 from hybrid_engine.models import table_for
@@ -52,21 +52,6 @@ def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pyte
 def test_the_errors_against_an_h100_are_the_published_ones() -> None:
     rows = critical_path.compared()
     assert [round(row["error"]) for row in rows] == [-53, -24, -22, -9]
-
-
-@pytest.mark.slow
-def test_all_jobs_are_possible_and_the_smallest_of_each_series_is_planned() -> None:
-    smallest: dict[str, planning.Point] = {}
-    for point in planning.points():
-        table_for(point.config)  # Raises if the model is impossible.
-        smallest.setdefault(point.series, point)
-    for series in ("dense", "tensors"):
-        figures = planning.measure(smallest[series])
-        assert figures.transfers > 0
-        assert min(figures.layouts, figures.summary, figures.order, figures.rank_plan) > 0
-    rows = [planning.Figures("made up", size, size, 1, size, 1.0, size**2, size, 1, 1) for size in (2, 4, 1)]
-    grown = planning.exponents(rows)
-    assert (grown["layouts"], grown["summary"], grown["order"]) == pytest.approx((1, 0, 2))
 
 
 def run_smallest_case(module: str, directory: Path, *options: str) -> dict[str, Any]:
