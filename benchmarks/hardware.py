@@ -2,8 +2,7 @@
 
     python -m benchmarks.hardware OUT [--budget 540] [--slow 1] [--vllm NAME=VALUE]
 
-    pulls      two processes on one GPU read each other's memory; offload and onload
-    stage1     checks of memory and copies (tests/gpu)
+    stage1     checks of memory and copies, also between two processes (tests/gpu)
     stage2     checks of both engines
     switch     whole switches: exposed seconds, driver calls, kernels, waits, most memory
     fills      resharding beside its peers, three sizes of bucket, with traces
@@ -66,7 +65,6 @@ class Result:
 def steps(place: Path, model: str, device: str, vllm: list[str], slow: float = 1) -> Iterator[Step]:
     """Yield the steps, which write below `place`; `slow` multiplies their seconds."""
     engine = [part for text in vllm for part in ("--vllm", text)]
-    is_tiny = model == TINY
     profile = ("--profile", str(place / "profiles"))
 
     def bench(name: str, seconds: int, module: str, *options: str) -> Step:
@@ -81,15 +79,13 @@ def steps(place: Path, model: str, device: str, vllm: list[str], slow: float = 1
         quiet = ("-p", "no:cacheprovider", "--timeout", str(seconds))
         return Step(stage, seconds, ("-m", "pytest", *files, *quiet, *records, *options))
 
-    size = ("--device", "cpu") if is_tiny else ("--layers", "8")
-    yield bench("pulls", 40, "gpu", "--repeat", "3", *size)
     yield checks("stage1", 80)
     yield checks("stage2", 180)
     cycles = ("--model", model, "--cycles", "4")
     yield bench("switch", 90, "switch", *cycles, *profile, *engine)
     sizes = ("--bucket-mb", *BUCKETS_MB)
     yield bench("fills", 120, "reshard", "--only", model, "--runs", "3", *sizes, *profile, *engine)
-    if not is_tiny:
+    if model != TINY:
         yield bench("driver", 30, "driver", "--gib", "2")
 
 

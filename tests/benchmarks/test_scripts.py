@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import critical_path, reshard
+from benchmarks import critical_path, hardware, reshard
 from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
 from benchmarks.resharding.figures import Figures
 from hybrid_engine.models import table_for
@@ -52,6 +53,13 @@ def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pyte
 def test_the_errors_against_an_h100_are_the_published_ones() -> None:
     rows = critical_path.compared()
     assert [round(row["error"]) for row in rows] == [-53, -24, -22, -9]
+
+
+def test_every_step_on_hardware_runs_a_program_that_exists(tmp_path: Path) -> None:
+    for step in hardware.steps(tmp_path, "qwen3-1.7b", "cuda", []):
+        option, module, *_ = step.arguments
+        assert option == "-m"
+        assert importlib.util.find_spec(module), step
 
 
 def run_smallest_case(module: str, directory: Path, *options: str) -> dict[str, Any]:
