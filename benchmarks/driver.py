@@ -5,7 +5,7 @@
     copies            within the device, to and from page-locked and ordinary host memory, both
                       directions at once; GB/s, each byte counted once
     page-locked       populating and registering host memory, in ordinary and huge pages; GB/s
-    virtual memory    microseconds per call by chunk size, on an idle GPU and during matrix products
+    virtual memory    microseconds per call by chunk size
     small copies      microseconds per copy, in separate calls and in one call
 
 Needs a GPU and cuda-bindings. Copies are medians of three; nothing else should run on the GPU.
@@ -17,11 +17,9 @@ import ctypes
 import mmap
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 from rich.console import Console
@@ -134,33 +132,6 @@ def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
     return {name: seconds / NUM_CHUNKS * 1e6 for name, seconds in clock.seconds.items()}
 
 
-@contextmanager
-def products() -> Iterator[None]:
-    """Multiply matrices in another thread during the block."""
-    has_begun = threading.Event()
-    is_over = threading.Event()
-
-    def multiply() -> None:
-        try:
-            matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-            while not is_over.is_set():
-                for _ in range(20):
-                    matrix @ matrix
-                torch.cuda.current_stream(DEVICE).synchronize()
-                has_begun.set()
-        finally:
-            has_begun.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        multiplying = thread.submit(multiply)
-        has_begun.wait()
-        try:
-            yield
-        finally:
-            is_over.set()
-            multiplying.result()
-
-
 def small_copies() -> Figures:
     """Return microseconds per copy."""
     sources = [torch.ones(SMALL_NBYTES, dtype=torch.uint8, device=DEVICE) for _ in range(NUM_SMALL)]
@@ -197,10 +168,6 @@ def main() -> None:
     torch.cuda.empty_cache()
     for chunk in CHUNKS:
         figures[f"virtual memory, {chunk // MIB} MiB, µs"] = virtual_memory(driver, chunk)
-    with products():
-        figures["virtual memory, 32 MiB, beside matrix products, µs"] = virtual_memory(
-            driver, 32 * MIB
-        )
     figures[f"small copies, {SMALL_NBYTES // 1024} KiB, µs"] = small_copies()
     _print(figures)
     write_figures(arguments.json, {"device": torch.cuda.get_device_name(DEVICE), **figures})
