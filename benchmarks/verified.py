@@ -1,6 +1,6 @@
 """Costs of `generate_config.verify` and savings of `incremental`, in seconds of a switch to vLLM.
 
-    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes apart mixed]
+    python -m benchmarks.verified --json FILE [--model qwen2.5-0.5b] [--modes full kept]
                                   [--runs 5] [--rounds 2]
 
 Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns,
@@ -9,9 +9,6 @@ so that a slowdown of the machine affects all of them.
     off, sample, full   `verify`; phase "verify" computes and compares digests
     written, kept       `incremental: auto` with every weight written between two switches, or none;
                         phase "compare" computes the digests of all weights
-    apart, mixed        `incremental: auto` with frozen MLPs, everything else written; frozen
-                        weights have separate buckets (as in the product) or share buckets with
-                        trained weights
 
 "copy" is the floor of a switch: a plain copy of the same bytes into new memory.
 """
@@ -23,7 +20,6 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,14 +29,13 @@ from benchmarks.launching import figures_of_ranks, main_or_rank, parser_of, writ
 from benchmarks.resharding.cases import MODELS
 from benchmarks.resharding.measuring import gather
 from hybrid_engine import HybridEngine
-from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.ranks.torch_internals import copy_each
 from hybrid_engine.switch.states import State
 
 INCREMENTAL = {"incremental": "auto", "incremental_mb": 2048}
 MODES: dict[str, dict[str, Any]] = {
     **{verify: {"verify": verify} for verify in ("off", "sample", "full")},
-    **dict.fromkeys(("written", "kept", "apart", "mixed"), INCREMENTAL),
+    **dict.fromkeys(("written", "kept"), INCREMENTAL),
 }
 PHASES = ("verify", "commit", "compare")
 FIGURES = (
@@ -94,29 +89,22 @@ def run_rank(values: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _is_written(mode: str, name: str) -> bool:
-    """Return whether a parameter is trained in this mode, and so written between two switches."""
-    return mode == "written" or (mode in ("apart", "mixed") and ".mlp." not in name)
-
-
 @torch.no_grad()
 def switches(model_name: str, mode: str, num_runs: int) -> list[list[float]]:
     """Return `FIGURES` of each switch to vLLM; each figure is the maximum over ranks."""
     model = random_model(MODELS[model_name], torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_written(mode, name))
-    frozen = property(lambda _: ()) if mode == "mixed" else ShardedModel.frozen
-    with mock.patch.object(ShardedModel, "frozen", frozen):
-        engine = HybridEngine(
-            model=model,
-            rollout_config={
-                "tp_size": NUM_RANKS,
-                "max_model_len": 64,
-                "max_num_seqs": 4,
-                **MODES[mode],
-            },
-            train_config={"fsdp_config": {}},
-        )
+    if mode == "written":
+        model.requires_grad_()
+    engine = HybridEngine(
+        model=model,
+        rollout_config={
+            "tp_size": NUM_RANKS,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            **MODES[mode],
+        },
+        train_config={"fsdp_config": {}},
+    )
     written: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.sharding.enter(State.INFER)  # the first switch allocates
     engine.sharding.enter(State.TRAIN)
