@@ -41,6 +41,10 @@ from hybrid_engine.ranks.world import World
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+_FIRST_PAUSE = 0.001
+"""Between two looks at the store; each pause is twice as long as the one before."""
+_LONGEST_PAUSE = 0.1
+
 _numbers = itertools.count()
 
 
@@ -149,18 +153,19 @@ def _wait(store: dist.Store, names: list[str], seconds: float, refusal: Callable
     Raises LostRankError for a refusal, RuntimeError after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while not (why := refusal()):
-        left = deadline - time.monotonic()
-        # At most a second, after which the refusal is checked again.
-        timeout = timedelta(seconds=max(min(left, 1.0), 0.001))
-        try:
-            store.wait(names, timeout)
+    pause = _FIRST_PAUSE
+    while True:
+        # In this order: a rank may leave the job as soon as all have come.
+        why = refusal()
+        # Not `store.wait`, which prints two lines whenever its timeout ends.
+        if store.check(names):
             return
-        except RuntimeError:
-            # The last wait ended with the deadline; earlier ones end for a look at the refusal.
-            if left < 1.0:
-                raise
-    raise LostRankError(why, code="rank-lost")
+        if why:
+            raise LostRankError(why, code="rank-lost")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all came within {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @dataclass(frozen=True, eq=False)
