@@ -85,7 +85,7 @@ def test_the_page_needs_no_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = run_ranks([str(page)], 2, timeout=300)
     assert result.status == 0, result.output
     check_page(result.output)
-    assert "leaked" not in result.output, "by nanobind, as the process ends"
+    assert re.findall("leaked|NUMA binding", result.output) == [], "printed by C++"
     assert "[Reshard] direction=train->infer version=4" in result.output
 
 

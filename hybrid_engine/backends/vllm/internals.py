@@ -539,6 +539,11 @@ SHARE_MEMORY = Replacement(
     "makes shared memory, which is unlinked once all have mapped it, so that none outlives a kill",
     remove_when="vLLM unlinks it itself",
 )
+BIND_MEMORY = Replacement(
+    f"{_V1}.worker.cpu_worker:torch.ops._C.init_cpu_memory_env",
+    "binds all memory of the process, training's too, to one node, and each rank prints so",
+    remove_when="vLLM leaves it to the launcher, as it does threads with `nobind`",
+)
 ROTATE = Replacement(
     f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     "gets rows: its CPU kernel rotates the wrong elements of MLA's [tokens, heads, elements]",

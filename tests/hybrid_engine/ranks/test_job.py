@@ -102,8 +102,8 @@ def test_a_job_exchanges_hosts_and_ends_its_own_process_group() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file", "network"])
-def test_missing_ranks_are_named(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank that waits prints nothing; torch prints lines whenever a wait for a key of TCPStore times out."""
+def test_missing_ranks(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that waits prints nothing, as torch does when its wait for a key times out."""
     stores: dict[str, Callable[[], dist.Store]] = {
         "memory": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 4),

@@ -22,7 +22,8 @@ class IsolatedCPUWorker(_CPUWorker):
     vLLM names its shared memory after the init method, which is `env://` for every engine on the
     host, so two jobs (or a killed one and its successor) would share memory in /dev/shm; the
     engine's token is appended. vLLM also replaces `torch.set_num_threads` for the whole process,
-    which is undone.
+    which is undone, and binds all memory of the process to one node, which is left to the launcher
+    (`--numa-binding`): training's memory is in the same process.
 
     The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
     multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
@@ -33,6 +34,10 @@ class IsolatedCPUWorker(_CPUWorker):
     """
 
     route_capture: RouteCapture | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with internals.BIND_MEMORY.replaced(lambda bind: lambda nodes: None):
+            super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM shares rotary embeddings among models, and each keeps the method it was made with.
