@@ -6,6 +6,7 @@
 
 It differs from torchrun in what is printed and in defaults:
 
+- One line before the ranks start.
 - After a failed rank one line in place of a report and of torchrun's own traceback; the ranks print
   their errors themselves (ranks/uncaught.py).
 - After Ctrl-C or SIGTERM ranks have `_SECONDS_TO_END` to save a checkpoint.
@@ -78,6 +79,9 @@ def start_ranks(arguments: Sequence[str]) -> None:
     try:
         if _is_on_one_node(options):
             _listen_on_loopback(options)
+        # Ranks import for seconds before they print.
+        num_ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+        typer.echo(f"starting {num_ranks} ranks of {options.training_script} ...", err=True)
         torchrun.run(options)
     except SignalException as stop:
         raise typer.Exit(128 + stop.sigval) from None

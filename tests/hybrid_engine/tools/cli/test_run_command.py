@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -65,13 +66,21 @@ def start(*words: object) -> subprocess.Popen[str]:
     )
 
 
+def output_of(launcher: subprocess.Popen[str]) -> list[str]:
+    """Wait for the end; return stdout, and stderr after the line that every launch begins with."""
+    output, errors = launcher.communicate(timeout=100)
+    first, _, others = errors.partition("\n")
+    assert re.fullmatch(r"starting [12] ranks of /.*/program\.py \.\.\.", first), errors
+    return [output, others]
+
+
 @pytest.mark.parametrize(
     ("what", "status", "line"),
     [("exit", 3, "ended with exit status 3"), ("kill", 137, "was killed by SIGKILL")],
 )
 def test_first_failed_rank(program: Path, what: str, status: int, line: str) -> None:
     launcher = start("--nproc-per-node", 2, program, what, program.parent)
-    output = launcher.communicate(timeout=100)
+    output = output_of(launcher)
     assert (*output, launcher.returncode) == ("", f"rank 1 {line}\n", status)
 
 
@@ -80,7 +89,7 @@ def test_after_a_signal_ranks_have_time_to_save(program: Path, number: int) -> N
     launcher = start("--nproc-per-node=2", program, "wait", program.parent)
     wait_until(lambda: len([*program.parent.glob("waits*")]) == 2, seconds=60)
     launcher.send_signal(number)
-    output = launcher.communicate(timeout=100)
+    output = output_of(launcher)
     assert len([*program.parent.glob("saved*")]) == 2
     line = "Interrupted.\n" if number == signal.SIGINT else ""
     assert (*output, launcher.returncode) == ("", line, 128 + number)
@@ -89,7 +98,7 @@ def test_after_a_signal_ranks_have_time_to_save(program: Path, number: int) -> N
 def test_words_after_the_program_are_its_own(program: Path) -> None:
     words = ["--nnodes", "-m", "--help", "--", "-x"]
     launcher = start("--nproc-per-node", 2, program, "", program.parent, *words)
-    output = launcher.communicate(timeout=100)
+    output = output_of(launcher)
     assert (*output, launcher.returncode) == ("", "", 0)
     written = repr([words, "2", "1", "lo", "600"])
     assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
@@ -117,7 +126,7 @@ def test_nodes_by_the_options_of_torchrun(program: Path, is_lost: bool, line: st
     for rank in program.parent.glob("waits*"):
         os.kill(int(rank.read_text()), signal.SIGTERM)
     with_store.communicate(timeout=100)
-    output = other.communicate(timeout=100)
+    output = output_of(other)
     assert (*output, other.returncode) == ("", line, status)
     written = repr([[], "2", None, None, "600"])
     assert {(program.parent / f"rank{rank}").read_text() for rank in range(2)} == {written}
