@@ -248,7 +248,7 @@ def form_of(prompt: Any) -> str:
         if "role" in prompt:
             return "a message outside of a chat, which is a list of messages"
         keys = ", ".join(map(str, prompt))
-        return f"a dict of {keys or 'nothing'}; pass its text or its messages"
+        return f"a dict of {keys or 'nothing'}; pass its text or messages, in `train` as `prompt`"
     if isinstance(prompt, torch.Tensor | np.ndarray):
         is_row = prompt.ndim == 1 and _is_integer(prompt.dtype)
         return "token ids" if is_row else f"{prompt.dtype} of shape {tuple(prompt.shape)}"
