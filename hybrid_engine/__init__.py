@@ -144,6 +144,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise DependencyError(
-            f"{name} needs torch and an engine: pip install '.[gpu]' or '.[cpu]' in a checkout",
+            f"{name} needs torch and an engine: in a checkout pip install '.[gpu]', or on CPUs "
+            "make env",
             code="torch-is-missing",
         ) from error

@@ -24,7 +24,7 @@ def main() -> None:
             "Error: this command needs torch and both engines: pip install '.[gpu]'",
             file=sys.stderr,
         )
-        print("or [cpu]. `plan` needs neither.", file=sys.stderr)
+        print("in a checkout, or on CPUs make env. `plan` needs neither.", file=sys.stderr)
         sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != _INTERRUPTED:

