@@ -11,6 +11,7 @@
 #:   STOP_SECONDS  after which `hybrid-engine run` kills the ranks of make rl that have not ended by Ctrl-C (600)
 #:   DEVICE        of make gpu-check: cuda, or cpu to see what can run without a GPU
 #:   DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine
+#:   PLACE         of make offline-bundle: where to unpack it, on this machine
 PYTHON       ?= python3
 VENV         ?= .venv
 GPU_VENV     ?= .venv-software-gpu
@@ -80,8 +81,9 @@ test-gpu: ## The same checks, and more, over a GPU in software: any machine (GPU
 gpu-check: $(READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
 	COLUMNS=200 $(PY) -m pytest tests/gpu --confcutdir=tests/gpu -v --continue-on-collection-errors -p no:cacheprovider \
 	    --timeout 240 --device $(or $(DEVICE),cuda) $(if $(JSON),--records '$(JSON)') $(ARGS)
-offline-bundle: $(READY) ## Collect what gpu-check needs on a machine without registries (DIR=folder, HAVE=file)
+offline-bundle: $(READY) ## Collect what ran on GPUs, for a machine without registries or here (DIR, HAVE, PLACE)
 	$(PY) -m tests.gpu.offline.bundle '$(or $(DIR),$(error Name the folder: DIR=folder))' $(if $(HAVE),--have '$(HAVE)')
+	$(if $(PLACE),for folder in '$(DIR)'/*/; do $(PY) "$$folder/run.py" '$(PLACE)' --unpack || exit; done)
 
 # VENV is made anew when the list of packages has changed, but only if it was made here. Stamps are written last, so
 # that an installation that was interrupted is made again. The CPU list is complete: --no-deps keeps out what it omits.
