@@ -25,13 +25,17 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from tests.zoo.published_configs import QWEN3_8B, QWEN3_30B_A3B
+from tests.zoo.published_configs import LLAMA_3_70B, QWEN3_8B, QWEN3_30B_A3B
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(^Recorded on [^\n]*:\n\n)?^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*<<'END'\n(?s:.*?)\nEND|(?:.*\\\n)*.*)\n", re.MULTILINE)
-HUB = {"Qwen/Qwen3-8B": QWEN3_8B, "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B}
+HUB = {
+    "meta-llama/Meta-Llama-3-70B": LLAMA_3_70B,
+    "Qwen/Qwen3-8B": QWEN3_8B,
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
+}
 WIDTH = 88
 """Characters of a line, which the site shows without a scroll bar; longer lines are wrapped."""
 
@@ -87,6 +91,7 @@ def _environment() -> Iterator[dict[str, str]]:
         yield {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
+            "PYTHON_ENV": sys.prefix,
             "HOME": directory,
             "HF_HUB_CACHE": str(home / "hub"),
             "HF_HUB_OFFLINE": "1",
