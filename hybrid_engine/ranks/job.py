@@ -43,7 +43,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _FIRST_PAUSE = 0.001
 """Between two looks at the store; each pause is twice as long as the one before."""
-_LONGEST_PAUSE = 0.1
+_LONGEST_PAUSE = 0.5
+"""2,048 ranks that wait a minute for one make 4,000 requests a second of the store."""
 
 _numbers = itertools.count()
 
