@@ -49,7 +49,7 @@ def _by_hand() -> str:
 
 def _rules() -> str:
     """Return the list of rules that a job's sizes must keep, with a line for each key."""
-    notes = {"": "", "here": "¹", "anywhere": "²"}
+    notes = {"": "", "here": "¹", "anywhere": "²", "stored": "³"}
     rules: dict[str, list[str]] = {}
     for constraint in CONSTRAINTS:
         if not constraint.key.endswith(_OF_A_LAYOUT):
@@ -99,7 +99,7 @@ _RULES = """## Rules
 
 All broken rules are reported at once, before a process group exists, each with key, numbers and the rule itself as remedy.
 Those of sizes, for a layout that fits at once (¹: only where this package trains, not in a loop of your own or in
-`verify`; ²: not in `verify`):
+`verify`; ²: not in `verify`; ³: as ¹, and not of [a model that is passed](rl.md#lora)):
 
 """
 _OF_A_LAYOUT = ("parallel_size", "sequence_parallel", "seq_length", "replicas", "params_dtype")

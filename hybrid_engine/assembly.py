@@ -23,6 +23,7 @@ from hybrid_engine.compute_check.probes import Probed
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
+from hybrid_engine.config.rules import given
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
 from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.files.model_files import CODE, TOKENIZER, files_like
@@ -419,7 +420,14 @@ def shard_and_build(
                 fsdp = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=job.world_size)
             else:
                 fsdp = FsdpConfig()
-            config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
+            tokenizer = values.pop("model", None)
+            settings = {
+                "actor_config": {"seq_length": 1, "fsdp": fsdp},
+                "generate_config": values,
+            }
+            config, tokenizer_dir = _checked_config(
+                model, settings, job.world_size, owner, tokenizer, own_loop=True
+            )
             table = config.table()
             inference_side(config).check(job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
@@ -432,10 +440,47 @@ def shard_and_build(
         add_inference(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
+def settings_of(source: Any, owner: ExitStack) -> tuple[HybridConfig, torch.nn.Module | None]:
+    """Return the configuration of a worker, and the caller's model that it is to train, if any.
+
+    Args:
+        source: as of `load_config`, or its result; or a causal LM of transformers, perhaps wrapped
+            by PEFT, which FSDP2 trains; or a mapping with such a model in place of a directory.
+        owner: removes the directory with the model's config.
+
+    Raises ConfigError or ModelError, without a collective, before the model is changed.
+    """
+    if isinstance(source, HybridConfig):
+        return source, None
+    settings = source if isinstance(source, Mapping) else {"model": source}
+    model = settings.get("model")
+    if not isinstance(model, torch.nn.Module):
+        return load_config(source), None
+    from hybrid_engine.backends.fsdp.model_checks import require_trainable
+
+    require_trainable(model)
+    config, _ = _checked_config(model, settings, None, owner)
+    return config, model
+
+
 def _checked_config(
-    model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
+    model: torch.nn.Module,
+    settings: Mapping[str, Any],
+    world_size: int | None,
+    owner: ExitStack,
+    tokenizer: str | None = None,
+    *,
+    own_loop: bool = False,
 ) -> tuple[HybridConfig, str | None]:
     """Return the configuration for this model, and the directory of its tokenizer.
+
+    Args:
+        model: the caller's.
+        settings: sections of the configuration.
+        world_size: number of ranks; None: see `load_config`.
+        owner: removes the directory with the model's config.
+        tokenizer: directory of the tokenizer; None: that of the model.
+        own_loop: see `load_config`.
 
     Raises before the model is changed.
     """
@@ -447,24 +492,39 @@ def _checked_config(
     )
     from hybrid_engine.backends.fsdp.names import wrapped_names
 
-    require_drivable(model, job.world_size)
+    require_drivable(model, world_size or 1)
     tensors = model.state_dict(keep_vars=True)
     names = wrapped_names(model, tensors)
-    tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
+    tokenizer_dir = _tokenizer_directory(names.model, tokenizer)
     directory = _model_directory(names.model, owner)
     if tokenizer_dir is not None:
         # Linked so that saved checkpoints include the tokenizer. The tokenizer itself is read from
         # its own directory, even after the engine has ended.
         for path in files_like(Path(tokenizer_dir), (*TOKENIZER, CODE)):
             (directory / path.name).symlink_to(path.resolve())
+    generate = settings.get("generate_config")
     wire_dtype = None
-    if values.get("compress_reshard"):
-        wire_dtype = values.get("compression_dtype", "bfloat16")
+    if isinstance(generate, Mapping) and generate.get("compress_reshard"):
+        wire_dtype = generate.get("compression_dtype", "bfloat16")
     weights = {name: tensors[name] for name in names.weights.values()}
     dtype = weights_dtype(weights, wire_dtype)
-    actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
-    settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
-    config = load_config(settings, job.world_size, own_loop=True, own_weights=True)
+    actor = settings.get("actor_config", {})
+    if isinstance(actor, Mapping):
+        actor = {"fsdp": {}, "params_dtype": dtype, **actor}
+    settings = {**settings, "model": str(directory), "actor_config": actor}
+    config = load_config(settings, world_size, own_loop=own_loop, own_weights=True)
+    of_model = {
+        "random_weights": config.random_weights,
+        "actor_config.fsdp": config.actor_config.fsdp is None,
+        "actor_config.params_dtype": config.actor_config.params_dtype != dtype,
+        "actor_config.frozen_parameters": config.actor_config.frozen_parameters,
+    }
+    contradictions = [
+        Violation(key, "contradicts `model`, an object", "Leave it out", code="conflicting-keys")
+        for key in given(of_model)
+    ]
+    if contradictions:
+        raise ConfigError(contradictions)
     table = config.table()
     # Its result is not needed here: it raises ModelError for weights that cannot be mapped.
     read_model_weights(model, tensors, table, config.generate_config.lora_delivery)

@@ -15,10 +15,12 @@ import torch
 from hybrid_engine.assembly import inference_side, shard_and_build
 from hybrid_engine.compute_check.probes import WithAttention
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import StateError
+from hybrid_engine.files.durable import naming
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import ColocatedModel, Data, Trainer
+from hybrid_engine.ports import ColocatedModel, Data, Trainer, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
@@ -289,11 +291,39 @@ class HybridEngine(SwitchContexts):
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
-        with self.job.agreement.phase("adding adapters"):
-            weights = self.train.weights.merged
+        weights = self._merged_weights()
         save_hf_checkpoint(
             path, weights, self.table, self.job, self.config.model, dtype, check_nan=check_nan
         )
+
+    def weights_digest(self) -> str:
+        """Return the digest of the weights, adapters merged. In train or forward context."""
+        from hybrid_engine.backends.huggingface import weights_digest
+
+        return weights_digest(self._merged_weights(), self.job)
+
+    def _merged_weights(self) -> TrainingWeights:
+        with self.job.agreement.phase("adding adapters"):
+            return self.train.weights.merged
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the trainer's model has active adapters of PEFT."""
+        return bool(getattr(self.train.weights, "scalings", None))
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write PEFT's adapters as its `save_pretrained` does. In `train_context`.
+
+        Raises StateError for a model without them, FileError if a file cannot be written.
+        """
+        self.sharding.require(State.TRAIN)
+        if not self.has_adapters:
+            raise StateError("the model has no adapters of PEFT to save", code="no-adapters")
+        train: Any = self.train
+        with self.job.agreement.phase("writing the adapters"), naming("writing", path):
+            tensors = train.weights.whole_adapters()
+            if self.rank == 0:
+                train.model.save_pretrained(path, state_dict=tensors)
 
     def resident_nbytes(self) -> dict[str, int]:
         """Return bytes of weights and training state on this rank's device now, by model.

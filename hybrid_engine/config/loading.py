@@ -46,7 +46,11 @@ def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]
 
 
 def broken_rules(
-    context: TrainingContext, *, weights_only: bool = False, own_loop: bool = False
+    context: TrainingContext,
+    *,
+    weights_only: bool = False,
+    own_loop: bool = False,
+    own_weights: bool = False,
 ) -> list[Violation]:
     """Return the violations of the rules of training and, for a `JobContext`, of inference.
 
@@ -55,12 +59,15 @@ def broken_rules(
         weights_only: the training model only holds weights and need not compute, as for a check of
             the switch without training.
         own_loop: the caller's model and loop compute, as Megatron's own scripts do.
+        own_weights: the caller provides the model with its weights.
     """
     skipped: tuple[str, ...] = ()
     if weights_only:
-        skipped = ("here", "anywhere")
+        skipped = ("stored", "here", "anywhere")
     elif own_loop:
-        skipped = ("here",)
+        skipped = ("stored", "here")
+    elif own_weights:
+        skipped = ("stored",)
     violations: list[Violation] = []
     for rule in training_rules(context):
         if rule.computing not in skipped:
@@ -119,6 +126,7 @@ def load_config(
         num_ranks,
         weights_only=weights_only,
         own_loop=own_loop,
+        own_weights=own_weights,
         num_mtp_layers=num_mtp_layers,
     )
     if not (own_weights or config.random_weights):
@@ -200,16 +208,20 @@ def find_violations(
     *,
     weights_only: bool = False,
     own_loop: bool = False,
+    own_weights: bool = False,
     num_mtp_layers: int | None = None,
 ) -> list[Violation]:
     """Return everything that makes a configuration impossible on `world_size` ranks.
 
     The critic is checked once the actor is valid, and memory once both are.
-    `weights_only`, `own_loop`: see `broken_rules`; `num_mtp_layers`: see `load_config`.
+    `weights_only`, `own_loop`, `own_weights`: see `broken_rules`; `num_mtp_layers`: see
+    `load_config`.
     """
     try:
         context = JobContext.of(config, world_size, num_mtp_layers)
-        violations = broken_rules(context, weights_only=weights_only, own_loop=own_loop)
+        violations = broken_rules(
+            context, weights_only=weights_only, own_loop=own_loop, own_weights=own_weights
+        )
         if not violations and config.critic_config is not None:
             violations = critic_violations(critic_of(config, world_size))
     except ConfigError as error:

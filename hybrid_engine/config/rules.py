@@ -138,7 +138,7 @@ class JobContext(TrainingContext):
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
-Computing = Literal["", "here", "anywhere"]
+Computing = Literal["", "stored", "here", "anywhere"]
 Broken = bool | Iterable[str | Violation]
 """How a context breaks a rule.
 
@@ -159,8 +159,8 @@ class Constraint(Generic[Context]):
         check: returns how a context breaks the rule.
         code: of the violations; "" if each has its own.
         computing: set if the rule concerns only the computation of training, so that a model that
-            merely holds weights may break it: "here" for trainers built by this package,
-            "anywhere" for every trainer.
+            merely holds weights may break it: "here" for trainers built by this package, "stored"
+            for those of them whose weights are allocated here too, "anywhere" for every trainer.
     """
 
     key: str

@@ -482,7 +482,7 @@ FSDP: list[Constraint[TrainingContext]] = [
         "mixed_precision is for the computation, compress_reshard for the wire.",
         lambda context: context.actor.params_dtype != "float32",
         code="not-float32",
-        computing="here",
+        computing="stored",
     ),
     Constraint(
         "actor_config.fsdp.mixed_precision",

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from hybrid_engine.backends.huggingface import weights_digest
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import (
     ArgumentError,
@@ -100,7 +99,7 @@ ShouldStop = Callable[[], bool]
 
 
 def train(
-    model: ActorHybridWorker | HybridConfig | Mapping[str, Any] | str | Path,
+    model: ActorHybridWorker | HybridConfig | torch.nn.Module | Mapping[str, Any] | str | Path,
     prompts: Prompts,
     reward: Rewards,
     config: GrpoConfig | PpoConfig,
@@ -119,12 +118,13 @@ def train(
     """Train a model by GRPO or PPO, by the type of `config`; rank 0 prints a line per step.
 
     Args:
-        model: a worker, or the configuration of a worker in any form that `load_config` accepts.
-            A worker that is built here is also shut down here.
+        model: a worker, or the configuration of a worker in any form that `load_config` accepts,
+            or a model of transformers, also in place of the directory in a mapping; see
+            `assembly.settings_of`. A worker that is built here is also shut down here.
         prompts, reward, config, environment, loss, advantages, chat: as of `Loop`.
         out: directory, shared by all ranks, for metrics.jsonl, completions, TensorBoard's events
             (if it is installed), a checkpoint from which the same call resumes, and finally
-            `model`, a Hugging Face checkpoint.
+            `model`, a Hugging Face checkpoint, and `adapter`, if PEFT's adapters were trained.
         evaluate, should_stop: as of `Loop.run`.
         on_step: called with the row of each step, on rank 0: it cannot use the worker, whose
             methods are collective.
@@ -171,13 +171,15 @@ def train(
             require_arguments(arguments)
             record = RunRecord(model.job, config, model.config, files, ends, trackers, changed)
         else:
-            engines = engines_of(model, arguments)
+            engines, module = engines_of(model, arguments, ends)
             job = ends.enter_context(closing(Job.join(engines.generate_config.timeout_seconds)))
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
             record = RunRecord(job, config, engines, files, ends, trackers, changed)
             record.say(f"building the engines on {job.world_size} ranks ...")
-            model = ends.enter_context(ActorHybridWorker(engines, job=job, on_built=record.built))
+            model = ends.enter_context(
+                ActorHybridWorker(engines, module=module, job=job, on_built=record.built)
+            )
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
         def must_stop() -> bool:
@@ -213,6 +215,8 @@ def train(
         if files is not None and loop.done == config.steps:
             with model.train_context():
                 model.save_hf_checkpoint(files.out / "model")
+                if model.has_adapters:
+                    model.save_adapters(files.out / "adapter")
         record.end(loop.done)
     return rows
 
@@ -300,9 +304,7 @@ class Loop:
             # each checkpoint, because a resumed run must measure its KL from the same weights.
             with worker.forward_context():
                 self.reference = ReferenceModel(worker)
-                with worker.job.agreement.phase("adding adapters"):
-                    weights = worker.train.weights.merged
-                self._reference_digest = weights_digest(weights, worker.job)
+                self._reference_digest = worker.weights_digest()
         self._loss = loss or config.policy_loss()
         self._advantages = advantages
         self._meter = StepMeter(on_phase)

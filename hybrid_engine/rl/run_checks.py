@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
+from hybrid_engine.assembly import settings_of
+from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, Violation, Violations, collect, nearest, shortened
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
@@ -31,6 +33,8 @@ from hybrid_engine.rl.user_callbacks import is_coroutine_function
 from hybrid_engine.serving.clients import silent_servers
 
 if TYPE_CHECKING:
+    import torch
+
     from hybrid_engine.backends.vllm.engine_settings import TokenIds
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer
     from hybrid_engine.trainer.worker import ActorHybridWorker
@@ -208,15 +212,14 @@ def require_runnable(
         raise ConfigError(agreed)
 
 
-def engines_of(model: Any, arguments: RunArguments) -> HybridConfig:
-    """Return the settings of the engines. Raises ConfigError, also for the other arguments."""
-    if isinstance(model, HybridConfig):
-        return model
-    violations: list[Violation] = []
-    engines = collect(violations, load_config, model)
-    if engines is None:
-        raise ConfigError([*violations, *train_violations(arguments)])
-    return engines
+def engines_of(
+    model: Any, arguments: RunArguments, owner: ExitStack
+) -> tuple[HybridConfig, torch.nn.Module | None]:
+    """Call `settings_of`. Raises ConfigError, also for the other arguments."""
+    try:
+        return settings_of(model, owner)
+    except ConfigError as error:
+        raise ConfigError([*error.findings, *train_violations(arguments)]) from None
 
 
 def require_arguments(arguments: RunArguments) -> None:

@@ -431,6 +431,10 @@ def _different_steps(
 def _different_values(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[str]:
     if (saved["grad_scaler"] is None) != (live["grad_scaler"] is None):
         yield "grad_scaler: only one of the checkpoint and this optimizer has a state of it"
+    # Neither older checkpoints nor those of Megatron have these.
+    key = "adapters"
+    if saved.get(key, live.get(key)) != live.get(key, saved.get(key)):
+        yield f"{key}: their modules or scaling, alpha / rank, differ"
     if saved["norms_minus_one"] != live["norms_minus_one"]:
         yield "factors of norms are stored minus 1 in only one of the checkpoint and this model"
 

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import torch
 
-from hybrid_engine.assembly import inference_side, megatron_lora
+from hybrid_engine.assembly import inference_side
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
@@ -125,6 +126,9 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             switch with models or layouts that this project does not train.
         load_weights: False if `load_checkpoint` or `load_hf_checkpoint` follows: weights are not
             read, and are random until then.
+        module: a causal LM of transformers, perhaps wrapped by PEFT, in place of one with the
+            weights of `config.model`; FSDP2 shards it in place. `assembly.settings_of` checks it,
+            and makes its configuration.
         job: default: `Job.join`, which ends with this worker. A job that is passed outlives the
             worker, and must have the timeout of the configuration.
         on_built: called on every rank with a text about each part, as soon as it is complete.
@@ -146,6 +150,7 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         *,
         weights_only: bool = False,
         load_weights: bool = True,
+        module: torch.nn.Module | None = None,
         job: Job | None = None,
         on_built: Callable[[str], None] = lambda part: None,
     ) -> None:
@@ -156,14 +161,22 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with job.agreement.building():
-                self._build(job, weights_only, load_weights and not config.random_weights, undo)
+                loads = load_weights and module is None and not config.random_weights
+                self._build(job, weights_only, loads, undo, module)
             self.take_over(undo)
 
-    def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
+    def _build(
+        self,
+        job: Job,
+        weights_only: bool,
+        load_weights: bool,
+        undo: ExitStack,
+        module: torch.nn.Module | None,
+    ) -> None:
         # fail before anything is downloaded or allocated
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
-            build_actor = _builder(self.config)
+            build_actor = _builder(self.config, module)
             table = self.config.table()
             inference_side(self.config).check(job)
             if job.device.type == "cuda" and not weights_only:
@@ -190,8 +203,8 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             table,
             job,
             undo,
-            lora=megatron_lora(self.config, table),
-            gives_back=False,  # the trainer is built here, so nobody else trains on with it
+            lora=self.actor.lora,
+            gives_back=module is not None,  # nobody trains on with one that is built here
         )
         generate = self.config.generate_config
         vllm = f"vLLM {sizes_text(generate.sizes(job.world_size))} built"
@@ -287,7 +300,9 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         self.actor.checkpoints.load(directory)
 
 
-def _builder(config: HybridConfig) -> Callable[..., FsdpActor | MegatronActor]:
+def _builder(
+    config: HybridConfig, module: torch.nn.Module | None
+) -> Callable[..., FsdpActor | MegatronActor]:
     """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
 
     Raises DependencyError if its packages are missing or have untested versions.
@@ -298,7 +313,7 @@ def _builder(config: HybridConfig) -> Callable[..., FsdpActor | MegatronActor]:
             scheduler_class()
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
-        return build_with_fsdp
+        return partial(build_with_fsdp, module=module)
     from hybrid_engine.attaching.attachment import apply_patches
 
     # before Megatron's modules are imported for the build

@@ -25,16 +25,11 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
     return write_config(directory, served_config(family, **{**sizes, **changes}))
 
 
-def configuration(
-    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
-) -> HybridConfig:
-    """Return a configuration with sizes for short tests; `more` are further top-level keys."""
-    values = {
-        "model": str(model),
-        "random_weights": True,
+def settings(model: Any, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return settings with sizes for short tests, for `load_config` or, with a model object, `train`."""
+    return {
+        "model": model,
         "actor_config": {
-            "params_dtype": "float32",
-            "make_vocab_size_divisible_by": 8,
             "micro_batch_size": 2,
             "seq_length": SEQ_LENGTH,
             "optimizer": {"lr": 1e-2},
@@ -45,9 +40,15 @@ def configuration(
             **{"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120},
             **(generate or {}),
         },
-        **more,
     }
-    return load_config(values, int(os.environ["WORLD_SIZE"]))
+
+
+def configuration(
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
+) -> HybridConfig:
+    """Return a configuration with `settings` and random weights; `more` are further top-level keys."""
+    values = settings(str(model), {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, **actor}, generate)
+    return load_config({"random_weights": True, **values, **more}, int(os.environ["WORLD_SIZE"]))
 
 
 def build_worker(

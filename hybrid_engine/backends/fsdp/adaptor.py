@@ -27,7 +27,7 @@ from hybrid_engine.backends.fsdp.names import (
     wrapped_names,
 )
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
-from hybrid_engine.backends.training_side import NamedTensor, Origins, layout_in
+from hybrid_engine.backends.training_side import NamedTensor, Origins, is_frozen, layout_in
 from hybrid_engine.errors import (
     ConfigError,
     ParameterMismatchError,
@@ -46,6 +46,7 @@ from hybrid_engine.models.lora_tensors import (
     module_of,
 )
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shape, StridedView, contiguous_strides
 from hybrid_engine.transports.copies import FlatBuffers
@@ -380,6 +381,42 @@ class FsdpAdaptor(AdaptorWithSources):
         if self.lora is None:
             return self.without_view()
         return FsdpAdaptor(self.model, self.table, self.rank, tensors=self.tensors)
+
+    @property
+    def adapters_add_nothing(self) -> bool:
+        """True if this rank's part is that of the model without adapters, which is not trained."""
+        names = self._names
+        tensors = self.tensors.tensors
+        weights = [tensors[name] for name in names.weights.values()]
+        changed = [lora for lora in names.loras if local_of(tensors[lora.b]).any()]
+        return bool(names.loras) and not changed and all(map(is_frozen, weights))
+
+    @property
+    def scalings(self) -> dict[str, float]:
+        """Name of the A of each active adapter -> its scaling, which no state dict has."""
+        return {lora.a: lora.scaling for lora in self._names.loras}
+
+    def whole_adapters(self) -> TensorDict:
+        """Return name -> whole tensor, on the CPU, of adapters and all else that is trained.
+
+        Collective.
+        """
+        base = {*self._names.weights.values()}
+        return {
+            name: _gathered(tensor).cpu()
+            for name, tensor in self.tensors.tensors.items()
+            if name not in base or not is_frozen(tensor)
+        }
+
+    def computing_tensors(self) -> TensorDict:
+        """Return transformers' name -> this rank's part of the tensor, with adapters merged.
+
+        After `prepare` of `merged`.
+        """
+        return {
+            name: self._sums.get(state_name, local_of(self.tensors.tensors[state_name]))
+            for name, state_name in self._names.weights.items()
+        }
 
     def described_tensors(self) -> Iterator[NamedTensor]:
         for name, tensor in self.tensors.tensors.items():

@@ -1,4 +1,4 @@
-"""Undocumented names of torch and transformers that this backend uses, each with its reason.
+"""Undocumented names of torch, transformers and PEFT that this backend uses, each with its reason.
 
 tests/hybrid_engine/backends/fsdp/test_model_checks.py looks each up in the installed versions.
 """
@@ -53,6 +53,11 @@ PRIVATE_NAMES = (
         "transformers:PreTrainedModel._init_weights",
         "initializes one module and its buffers; init_weights initializes all modules, and all "
         "of them must have memory",
+    ),
+    PrivateName(
+        "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
+        "lets a layer compute without its adapters; disable_adapter also freezes them, and FSDP "
+        "keeps the flags with which it has gathered parameters first",
     ),
     PrivateName(
         "torch.nn:Module._apply",

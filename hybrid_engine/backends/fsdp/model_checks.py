@@ -18,13 +18,14 @@ from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
-from hybrid_engine.backends.fsdp.names import Tensors, computing_modules
+from hybrid_engine.backends.fsdp.names import Tensors, computing_modules, transformers_model
 from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.compute_check.fingerprint import settings_of
-from hybrid_engine.errors import DependencyError, ModelError, clipped
+from hybrid_engine.errors import ConfigError, DependencyError, ModelError, Violation, clipped
 from hybrid_engine.models.derived import meta_copy_of
 
 TESTED_TORCH = Version("2.13.0")
@@ -68,6 +69,50 @@ def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
             )
         return
     _refuse("the model cannot be sharded", _problems_of_whole(model))
+
+
+def require_trainable(model: torch.nn.Module) -> None:
+    """Raise ConfigError with every reason why this package's trainer cannot train a model."""
+    named = dict(model.named_parameters())
+    trained = [name for name in named if named[name].requires_grad]
+    coarse = [name for name in trained if named[name].dtype is not torch.float32]
+    mixed = [
+        name
+        for name, module in model.named_modules()
+        # FSDP gathers for the forward pass of a module, which these adapters lack.
+        if hasattr(module, "parameter_name") or len(getattr(module, "lora_embedding_A", ()))
+    ]
+    faults = {
+        (f"is a {type(model).__name__}", "Pass a causal LM of transformers", "wrong-value"): (
+            not isinstance(transformers_model(model), PreTrainedModel)
+        ),
+        ("is sharded", "Pass it as it was: actor_config.fsdp shards it", "already-sharded"): any(
+            isinstance(parameter, DTensor) for parameter in named.values()
+        ),
+        (
+            "has no parameter that requires a gradient",
+            "Pass one of get_peft_model, or of PeftModel.from_pretrained(..., is_trainable=True)",
+            "nothing-is-trained",
+        ): not trained,
+        (
+            f"trains {len(coarse)} parameters that are not float32, first {coarse[:1]}",
+            "Load it in float32, with actor_config.fsdp.mixed_precision, or train adapters, which "
+            "PEFT keeps in float32",
+            "not-float32",
+        ): coarse,
+        (
+            f"has adapters of another dtype, first {mixed[:1]}",
+            "Load it in float32, or adapt linear layers alone",
+            "several-dtypes",
+        ): mixed and len({parameter.dtype for parameter in named.values()}) > 1,
+    }
+    violations = [
+        Violation("model", problem, remedy, code=code)
+        for (problem, remedy, code), is_broken in faults.items()
+        if is_broken
+    ]
+    if violations:
+        raise ConfigError(violations)
 
 
 def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:

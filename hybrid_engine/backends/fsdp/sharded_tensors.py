@@ -217,7 +217,8 @@ def shard_model(
 def _in_other_dtypes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the largest parts of a module whose parameters all have another dtype than most do.
 
-    FSDP shards parameters of one dtype together. Some routers have float32 in a bfloat16 model.
+    FSDP shards parameters of one dtype together. Some routers have float32 in a bfloat16 model, and
+    so do PEFT's adapters.
     """
     sizes: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
@@ -231,7 +232,9 @@ def _in_other_dtypes(module: torch.nn.Module) -> list[torch.nn.Module]:
     inside: set[torch.nn.Module] = set()
     for part in module.modules():  # outer modules come first
         dtypes = {parameter.dtype for parameter in part.parameters()}
-        if part not in inside and dtypes and usual not in dtypes:
+        # Not PEFT's dictionaries of adapters: FSDP gathers for the `forward` of a module.
+        is_computing = not isinstance(part, torch.nn.ModuleDict)
+        if part not in inside and is_computing and dtypes and usual not in dtypes:
             parts.append(part)
             inside.update(part.modules())
     return parts

@@ -14,7 +14,6 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
@@ -43,13 +43,16 @@ class FsdpActor:
     Attributes:
         engine: steps and scores; `engine.model` has the weights and the state.
         checkpoints: of the training state.
-        frozen_copy: copies the current weights, adapters merged, into a model for scoring.
-            Collective.
+        frozen_copy: copies the current weights, adapters merged, into a model for scoring. Without
+            a copy it returns an engine of the same model without its adapters, if they add nothing
+            yet. Collective.
+        lora: adapters that are delivered separately.
     """
 
     engine: FsdpTrainEngine
     checkpoints: TrainingCheckpoints
     frozen_copy: Callable[[], FsdpTrainEngine]
+    lora: ActorLora | None
 
 
 def build_actor(
@@ -59,6 +62,7 @@ def build_actor(
     owner: ExitStack,
     *,
     weights_only: bool = False,
+    module: torch.nn.Module | None = None,
 ) -> FsdpActor:
     """Build a sharded transformers model with random weights, and Adam. Collective.
 
@@ -68,6 +72,7 @@ def build_actor(
         job: of all ranks.
         owner: ends the process groups.
         weights_only: ignored; for Megatron. A transformers model can always compute.
+        module: the caller's model, which is sharded in place; its trained parameters stay so.
     """
     actor = config.actor_config
     mesh = mesh_of(_fsdp_config(config), job.device, job.world_size)
@@ -76,7 +81,11 @@ def build_actor(
     owner.callback(end_groups, *groups)
     # for random numbers of a loss function; the weights are seeded separately
     torch.manual_seed(actor.seed)
-    module = _build_model(config, job, mesh)
+    if module is None:
+        module = build_sharded_model(config, mesh, job.device)
+    else:
+        shard_model(module, _fsdp_config(config), mesh)
+        module.eval()  # without dropout, as vLLM
     optimizer = _adam(module, actor.optimizer)
     engine = FsdpTrainEngine(
         module,
@@ -87,17 +96,22 @@ def build_actor(
         actor.optimizer.clip_grad,
         param_scheduler(optimizer, actor.optimizer),
         actor.seq_length,
+        config.generate_config.lora_delivery,
     )
 
     def frozen_copy() -> FsdpTrainEngine:
-        copied = _build_model(config, job, mesh).requires_grad_(False)
+        is_changed = not engine.model.weights.adapters_add_nothing
+        if not any(job.agreement.any_of([is_changed], "looking at the adapters")):
+            return engine.without_adapters()
+        copied = build_sharded_model(config, mesh, job.device).requires_grad_(False)
         copy = FsdpTrainEngine(
             copied, None, table, job, actor.micro_batch_size, seq_length=actor.seq_length
         )
         copy_weights(engine.model, copy.model)
         return copy
 
-    return FsdpActor(engine, TrainingCheckpoints(FsdpState(engine, job), job, owner), frozen_copy)
+    checkpoints = TrainingCheckpoints(FsdpState(engine, job), job, owner)
+    return FsdpActor(engine, checkpoints, frozen_copy, engine.model.weights.lora)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:
@@ -105,27 +119,8 @@ def _fsdp_config(config: HybridConfig) -> FsdpConfig:
     return config.actor_config.fsdp
 
 
-def _build_model(config: HybridConfig, job: Job, mesh: DeviceMesh) -> torch.nn.Module:
-    actor = config.actor_config
-    return build_sharded_model(
-        config.model,
-        _fsdp_config(config),
-        mesh,
-        job.device,
-        actor.params_dtype,
-        actor.seed,
-        actor.frozen_parameters,
-    )
-
-
 def build_sharded_model(
-    directory: Path,
-    config: FsdpConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
-    dtype: str,
-    seed: int,
-    frozen: Sequence[str],
+    config: HybridConfig, mesh: DeviceMesh, device: torch.device
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
 
@@ -133,19 +128,16 @@ def build_sharded_model(
     side: vLLM has none.
 
     Args:
-        directory: with config.json.
-        config: of the sharding.
+        config: with `actor_config.fsdp`; its seed leaves the state of torch's generators as it is.
         mesh: see `mesh_of`.
         device: of this rank.
-        dtype: of the parameters.
-        seed: of their values; the state of torch's generators is preserved.
-        frozen: patterns of the names of parameters that are not trained.
 
     Raises ConfigError if transformers cannot build a model from the config, for a pattern without
     a parameter, and if nothing is left to train.
     """
-    model = model_of_config(directory, dtype=getattr(torch, dtype))
-    _freeze(model, frozen)
+    actor = config.actor_config
+    model = model_of_config(config.model, dtype=getattr(torch, actor.params_dtype))
+    _freeze(model, actor.frozen_parameters)
     set_epsilon_of_norms(model)
     # eager attention honours all settings of a model
     if settings_left_out(model, model.config._attn_implementation):
@@ -153,9 +145,12 @@ def build_sharded_model(
     owners = model_of_modules(model)
     # restores the state of the CPU's generator and of this device's
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(actor.seed)
         shard_model(
-            model, config, mesh, lambda part: allocate_modules(part.modules(), owners, device)
+            model,
+            _fsdp_config(config),
+            mesh,
+            lambda part: allocate_modules(part.modules(), owners, device),
         )
     return model.eval()
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hybrid_engine.backends.fsdp.adaptor import LoraDelivery
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
-from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS
 from hybrid_engine.models.table import ModelTable
@@ -56,6 +56,7 @@ class FsdpTrainEngine:
         clip_grad: largest norm of the gradients; 0 does not clip.
         schedule: megatron-core's, of learning rate and weight decay; None if both are constant.
         seq_length: largest number of tokens in a row; None: no limit.
+        lora_delivery: see `ShardedModel`.
 
     Attributes:
         model: weights, and the state that can leave the device (port `Trainer`).
@@ -73,14 +74,23 @@ class FsdpTrainEngine:
         clip_grad: float = 1.0,
         schedule: Any = None,
         seq_length: int | None = None,
+        lora_delivery: LoraDelivery = "merge",
     ) -> None:
-        self.model = ShardedModel(module, table, job.rank, [] if optimizer is None else [optimizer])
+        optimizers = [] if optimizer is None else [optimizer]
+        self.model = ShardedModel(module, table, job.rank, optimizers, lora_delivery)
         self.optimizer = ScheduledOptimizer(optimizer, schedule)
         self.data_parallel = DataParallelRanks(job.rank, job.world_size, job.device)
         self._micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
         self._seq_length = seq_length
         self._conclude = job.agreement.conclude
+        self._is_adapted = True
+
+    def without_adapters(self) -> FsdpTrainEngine:
+        """Return an engine that scores with this model, but without its adapters."""
+        engine = copy(self)
+        engine._is_adapted = False
+        return engine
 
     @property
     def limits(self) -> BatchLimits:
@@ -192,7 +202,9 @@ class FsdpTrainEngine:
         if rows.sequence_ids is not None:
             # transformers recognizes a new sequence in a row by a position that restarts at 0
             inputs["position_ids"] = rows.position_ids
-        return self.model.model(rows.tokens, use_cache=False, **inputs)
+        bare = () if self._is_adapted else self.model.model.modules()
+        with attributes_set(bare, _disable_adapters=True):
+            return self.model.model(rows.tokens, use_cache=False, **inputs)
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, Scores]:
         """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
@@ -311,10 +323,11 @@ def forward_in_chunks(
 
 @torch.no_grad()
 def copy_weights(source: ShardedModel, target: ShardedModel) -> None:
-    """Copy the weights of a model with the same sharding."""
+    """Copy the weights of a model with the same sharding, adapters merged. Collective."""
     target.guard(["param"])
     source.guard(["param"])
-    source.weights.finish_pending()
-    sources = source.weights.tensors.tensors
-    for name, tensor in target.weights.tensors.tensors.items():
-        local_of(tensor).copy_(local_of(sources[name]))
+    merged = source.weights.merged
+    merged.prepare()
+    weights = merged.computing_tensors()
+    for name, tensor in target.weights.computing_tensors().items():
+        tensor.copy_(weights[name])

@@ -96,6 +96,7 @@ class FsdpState:
 
     def values(self) -> dict[str, Any]:
         return {
+            "adapters": self._engine.model.weights.scalings,
             "grad_scaler": None,
             "norms_minus_one": False,
             "num_scheduled_updates": self._engine.optimizer.num_scheduled_updates,

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from hybrid_engine.assembly import megatron_lora
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import critic_of
+from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
@@ -27,11 +29,13 @@ class MegatronActor:
         checkpoints: of the training state.
         frozen_copy: copies the current weights, adapters merged, into a model for scoring.
             Collective.
+        lora: adapters that are delivered separately.
     """
 
     engine: TrainEngine
     checkpoints: TrainingCheckpoints
     frozen_copy: Callable[[], TrainEngine]
+    lora: ActorLora | None
 
 
 def build_actor(
@@ -86,6 +90,7 @@ def build_actor(
         engine,
         TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
         frozen_copy,
+        megatron_lora(config, table),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
 from hybrid_engine.errors import ConfigError, StateError, Violation
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Offloadable
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Items, Kind, Offloadable
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -158,6 +158,9 @@ class AuxiliaryModel:
 class ReferenceModel(AuxiliaryModel, ScoresBatches):
     """Frozen copy of the actor's current weights, on the device only while it computes.
 
+    PEFT's adapters that add nothing yet need no copy: the actor without them has these weights. It
+    scores in the worker's train and forward contexts then.
+
     Args:
         worker: provides layout and weights. It is in train or forward state now, because its
             weights must be on the device, which must also have room for the copy.
@@ -166,10 +169,14 @@ class ReferenceModel(AuxiliaryModel, ScoresBatches):
     def __init__(self, worker: ActorHybridWorker) -> None:
         worker.sharding.require_kinds(["param"])
         self.engine = worker.actor.frozen_copy()
-        super().__init__("reference", worker, self.engine.model)
+        self._is_copy = self.engine.model is not worker.train
+        state = self.engine.model if self._is_copy else Items(list)
+        super().__init__("reference", worker, state, offloads=self._is_copy)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return a context for scoring without the actor and vLLM's weights on the device."""
+        if not self._is_copy:
+            return self._worker.forward_context()
         return self.exclusive_context(PARAMETERS, "reference")
 
     def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:

@@ -36,6 +36,7 @@ class LightWorker(ActorHybridWorker):
 
     sharding: Any = mock.Mock()
     on_export: Any = bool
+    has_adapters: Any = False
     rollout_context = train_context = on_reshard_end = set_learning_rate = lambda *_: nullcontext()  # type: ignore[assignment]
 
     def __init__(self, job: Any, **actor: Any) -> None:

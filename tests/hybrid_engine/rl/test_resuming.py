@@ -6,19 +6,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker, Completion
-from hybrid_engine.backends.fsdp.sharded_tensors import shard_model
+from hybrid_engine.assembly import settings_of
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Row, RunFiles
-from hybrid_engine.trainer.fsdp import actor as fsdp_actor
 from tests.harness.launch import Ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
@@ -39,7 +37,6 @@ MEGATRON = {"tensor_model_parallel_size": 2}
 FSDP2 = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
 TRAINERS: dict[str, Values] = {
     "fsdp2": FSDP2,
-    "fsdp2-lora": FSDP2,
     "megatron": MEGATRON,
     "megatron, in another layout": {"use_distributed_optimizer": False},
     "megatron-lora": {**MEGATRON, "lora": {"rank": 4}},
@@ -50,19 +47,13 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 @contextmanager
 def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
     """Build a worker; "fsdp2-lora" gets PEFT's model, because the configured one has no LoRA."""
-
-    def with_lora(config: Any, job: Any, mesh: Any) -> torch.nn.Module:
-        adapted = peft_model(config.model, LORA)
-        shard_model(adapted, config.actor_config.fsdp, mesh)
-        model: torch.nn.Module = adapted.eval()
-        return model
-
-    build_model = with_lora if trainer == "fsdp2-lora" else fsdp_actor._build_model
-    with (
-        mock.patch.object(fsdp_actor, "_build_model", build_model),
-        workers.build_worker(model, TRAINERS[trainer]) as worker,
-    ):
-        yield worker
+    if trainer != "fsdp2-lora":
+        with workers.build_worker(model, TRAINERS[trainer]) as worker:
+            yield worker
+        return
+    with ExitStack() as ends:
+        config, module = settings_of(workers.settings(peft_model(model, LORA), {}), ends)
+        yield ends.enter_context(ActorHybridWorker(config, module=module))
 
 
 @pytest.fixture(scope="module")

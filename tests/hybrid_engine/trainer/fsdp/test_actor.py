@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.names import model_of_config
-from hybrid_engine.config import FsdpConfig
+from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.fsdp.actor import build_sharded_model
 from tests.harness.errors import has_violations
@@ -49,6 +49,8 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(
     llava: Path, patterns: list[str], codes: list[str]
 ) -> None:
     expected = has_violations(*(("actor_config.frozen_parameters", code) for code in codes))
+    actor = ActorConfig(fsdp=FsdpConfig(), params_dtype="float32", frozen_parameters=tuple(patterns))
+    config = HybridConfig(model=llava, actor_config=actor)
     with pytest.raises(ConfigError, check=expected):
         # refused before the mesh is used
-        build_sharded_model(llava, FsdpConfig(), None, CPU, "float32", 0, patterns)  # type: ignore[arg-type]
+        build_sharded_model(config, None, CPU)  # type: ignore[arg-type]

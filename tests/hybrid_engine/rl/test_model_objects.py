@@ -1,0 +1,145 @@
+"""Runs of `train` with a model of transformers, perhaps wrapped by PEFT, in place of a directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hybrid_engine import ActorHybridWorker, Completion
+from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.rl import GrpoConfig, train
+from hybrid_engine.rl.run_files import Row
+from hybrid_engine.trainer.fsdp import actor
+from tests.harness.errors import refused, violated, violations_of
+from tests.harness.launch import on_engines
+from tests.harness.values import Values
+from tests.hybrid_engine.rl.test_loop import rows_of
+from tests.zoo import sharded_models, workers
+
+peft = pytest.importorskip("peft", reason="pip install peft")
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = [[first, 3, 4] for first in range(5, 10)]
+SETTINGS: Values = {
+    **{"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "minibatches": 2},
+    **{"learning_rate": 1e-2, "kl_coefficient": 0.01, "evaluate_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+    sharded_models.from_config(path).save_pretrained(path)
+    return path
+
+
+def loaded(model: Path, dtype: str = "float32") -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+
+
+def adapted(model: Path, dtype: str = "float32", **settings: Any) -> Any:
+    torch.manual_seed(7)  # of A; B is zero
+    values = {"r": 4, "lora_dropout": 0.5, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
+    return peft.get_peft_model(loaded(model, dtype), peft.LoraConfig(task_type="CAUSAL_LM", **values))
+
+
+def reward(prompt: list[int], completion: Completion) -> float:
+    return sum(token % 2 for token in completion.token_ids) / 4
+
+
+def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
+    return {"moments": len(worker.actor.engine.optimizer.inner.state), "is_apart": worker.adapter is not None}
+
+
+def run(model: Any, out: Path, generate: Values | None = None, **functions: Any) -> list[Row]:
+    settings = workers.settings(model, {}, generate)
+    return train(settings, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, evaluate=evaluate, **functions)
+
+
+@on_engines({1: ["merge", "whole"], 2: ["merge", "adapter", "bfloat16 merge", "bfloat16 adapter", "whole"]})
+def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, case: str) -> None:
+    dtype = "bfloat16" if "bfloat16" in case else "float32"
+    is_apart = "adapter" in case
+    trained = loaded(model) if case == "whole" else adapted(model, dtype)
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    num_trained = sum(parameter.requires_grad for parameter in trained.parameters())
+    rows = run(trained, tmp_path / "run", {"lora_delivery": "adapter"} if is_apart else {})
+    for row in rows:
+        assert row["logprob_diff"] < (1e-4 if dtype == "float32" else 0.2)
+        assert (row["moments"], row["is_apart"]) == (num_trained, is_apart)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows[1]["kl"] > 1e-4
+    rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    for name, tensor in trained.state_dict().items():
+        is_same = local_of(tensor).equal(before[name].chunk(num_ranks)[rank])
+        assert is_same == (case != "whole" and "lora_" not in name), name
+    with violated(ConfigError, ("model", "already-sharded")):
+        run(trained, tmp_path / "again")
+    adapters = tmp_path / "run" / "adapter"
+    assert adapters.exists() == (case != "whole")
+    if rank == 0 and case != "whole":
+        # PEFT loads the adapters, and transformers the sums.
+        merged = peft.PeftModel.from_pretrained(loaded(model, dtype), adapters).merge_and_unload()
+        torch.testing.assert_close(merged.state_dict(), loaded(tmp_path / "run" / "model", dtype).state_dict())
+
+
+@on_engines(1)
+def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+    with mock.patch.object(actor, "build_sharded_model", wraps=actor.build_sharded_model) as build_copy:
+        rows = run(adapted(model), tmp_path / "whole")
+        build_copy.assert_not_called()
+        with mock.patch.object(FsdpAdaptor, "adapters_add_nothing", False):
+            copied = run(adapted(model), tmp_path / "copied")
+        assert [row["kl"] for row in rows] == [row["kl"] for row in copied]
+        # Adapters that add something, and trained copies of weights, are part of the initial model.
+        for settings in ({"init_lora_weights": False}, {"modules_to_save": ["lm_head"]}):
+            first, _ = run(adapted(model, **settings), tmp_path / "-".join(settings))
+            assert first["kl"] == pytest.approx(0, abs=1e-9)
+        assert build_copy.call_count == 3
+    done: list[Row] = []
+    run(adapted(model), tmp_path / "resumed", on_step=done.append, should_stop=lambda: bool(done))
+    assert [row["step"] for row in done] == [1]
+    run(adapted(model), tmp_path / "resumed")
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "resumed")
+    with refused(StateError, "checkpoint-of-another-model", "scaling"):
+        run(adapted(model, lora_alpha=9), tmp_path / "whole")
+
+
+@pytest.mark.slow  # imports transformers' models
+@pytest.mark.parametrize(
+    ("make", "settings", "violations"),
+    [
+        (lambda path: torch.nn.Linear(2, 2), {}, "model wrong-value"),
+        (lambda path: loaded(path).requires_grad_(False), {}, "model nothing-is-trained"),
+        (lambda path: loaded(path, "bfloat16"), {}, "model not-float32"),
+        (lambda path: adapted(path, "bfloat16", target_modules=["embed_tokens"]), {}, "model several-dtypes"),
+        (adapted, {"critic_config": {}}, "critic_config needs-megatron"),
+        (adapted, {"actor_config": 5}, "actor_config wrong-value"),
+        (
+            adapted,
+            {
+                "random_weights": True,
+                "actor_config": {"fsdp": None, "params_dtype": "bfloat16", "frozen_parameters": ["embedding.*"]},
+            },
+            "actor_config.frozen_parameters conflicting-keys; actor_config.fsdp conflicting-keys; "
+            "actor_config.params_dtype conflicting-keys; random_weights conflicting-keys",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, make: Any, settings: Values, violations: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError) as caught:
+        train({"model": make(model), **settings}, PROMPTS, reward, GrpoConfig())
+    assert sorted(map(" ".join, violations_of(caught.value))) == violations.split("; ")
+    assert not dist.is_initialized()
