@@ -25,11 +25,11 @@ import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.host_pages import (
-    host_tensor_over,
     libc,
     map_memory,
     raise_errno,
     round_up,
+    tensor_over,
 )
 
 logger = logging.getLogger("hybrid_engine")
@@ -125,8 +125,8 @@ class _HostAllocation:
 
     def tensor(self) -> torch.Tensor:
         """Return a flat uint8 tensor over the allocation."""
-        nbytes = self.mapping.nbytes
-        return host_tensor_over(self.mapping.address, nbytes, torch.uint8, nbytes, self)
+        mapping = self.mapping
+        return tensor_over(mapping.address, mapping.nbytes, torch.device("cpu"), self)
 
 
 class Arena:

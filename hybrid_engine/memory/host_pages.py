@@ -9,13 +9,11 @@ Restoring therefore needs no action, and populating pages in advance was measure
 nearly all of the time is the kernel's, creating the pages.
 
 Also here: the C library of this process, and tensors over memory that torch did not allocate, on
-any device (`tensor_over`), through DLPack: torch takes the device from the record and does not
-access the address, which may still be unmapped.
+any device (`tensor_over`), even while the address is unmapped: torch does not access it.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
@@ -25,11 +23,11 @@ import weakref
 from typing import NoReturn
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from hybrid_engine.errors import DependencyError, MessageError, StateError, TransportError, clipped
 from hybrid_engine.memory.descriptors import Descriptor, fetch
 from hybrid_engine.messages import Record
+from hybrid_engine.ranks.torch_internals import storage_over
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -56,94 +54,15 @@ def raise_errno(call: str) -> NoReturn:
     raise OSError(code, f"{call}: {os.strerror(code)}")
 
 
-# DLDeviceType and DLDataTypeCode of dlpack.h.
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-_UNSIGNED = 1
-
-
-class _DlTensor(ctypes.Structure):
-    """DLTensor of dlpack.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _DlManagedTensor(ctypes.Structure):
-    """DLManagedTensor of dlpack.h. The deleter is stored as an address, so that it can be reset."""
-
-    _fields_ = (("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-# Records that torch refers to, with their shapes and owners, by address of the record. They must
-# stay alive until torch calls the deleter.
-_lent: dict[int, tuple[_DlManagedTensor, ctypes.Array[ctypes.c_int64], object]] = {}
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _deleter(address: int) -> None:
-    _lent.pop(address, None)
-
-
 def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
     """Return a flat uint8 tensor over [address, address + nbytes) of `device`.
 
     Its storage keeps `owner` alive.
     """
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    flat = _DlTensor(
-        data=address,
-        device_type=_DEVICE_TYPES[device.type],
-        device_id=device.index or 0,
-        ndim=1,
-        code=_UNSIGNED,
-        bits=8,
-        lanes=1,
-        shape=shape,
-    )
-    managed = _DlManagedTensor(flat, None, ctypes.cast(_deleter, ctypes.c_void_p))
-    key = ctypes.addressof(managed)
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype = ctypes.py_object
-    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    capsule = new_capsule(key, b"dltensor", None)
-    _lent[key] = (managed, shape, owner)
-    try:
-        return from_dlpack(capsule)
-    except BaseException:
-        _lent.pop(key, None)
-        raise
-
-
-def host_tensor_over(
-    address: int, nbytes: int, dtype: torch.dtype, numel: int, owner: object
-) -> torch.Tensor:
-    """Return a flat tensor of `numel` elements over `nbytes` of host memory.
-
-    Its storage keeps `owner` alive. Unlike `tensor_over` it runs no Python when the tensor dies.
-    """
-    pages = (ctypes.c_ubyte * nbytes).from_address(address)
-    # ctypes arrays take any attribute, and torch keeps the array.
-    pages.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(pages, dtype=dtype, count=numel)
-
-
-@atexit.register
-def _remove_deleters() -> None:
-    """Keep storages that outlive the interpreter from calling it; the system frees their memory."""
-    for managed, _, _ in _lent.values():
-        managed.deleter = None
-        # torch still reads the record.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
+    storage = storage_over(address, nbytes, device)
+    # Storages take any attribute, and torch keeps them with it until their last tensor dies.
+    storage.owner = owner
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -222,8 +141,8 @@ class _FileMapping:
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor from byte `offset`, which keeps the mapping alive."""
-        nbytes = self.reserved_nbytes - offset
-        return host_tensor_over(self.address + offset, nbytes, dtype, numel, self)
+        nbytes = numel * dtype.itemsize
+        return tensor_over(self.address + offset, nbytes, torch.device("cpu"), self).view(dtype)
 
 
 class PoolPiece:

@@ -296,23 +296,15 @@ def _connected(
     world: World, name: str, ranks: Sequence[int], timeout_seconds: float
 ) -> dist.ProcessGroupGloo:
     gloo = dist.ProcessGroupGloo
-    store = world.part(f"groups/{name}")
     options = gloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [_listening_device(world)]
-    group = gloo(store, ranks.index(world.rank), len(ranks), options)
+    # Without an address or interface of the user's: the address of the host's name.
+    interface = os.environ.get(_INTERFACE, "").partition(",")[0]
+    if world.address or interface:
+        device = gloo.create_device(world.address or "", interface)
+    else:
+        device = gloo.create_default_device()
+    options._devices = [device]
+    group = gloo(world.part(f"groups/{name}"), ranks.index(world.rank), len(ranks), options)
     own_groups.add(group)
     return group
-
-
-def _listening_device(world: World) -> object:
-    """Return gloo's device for the address of the world, or the interface that the user names.
-
-    Without either it is torch's default, the address of the host's name.
-    """
-    gloo = dist.ProcessGroupGloo
-    if world.address:
-        return gloo.create_device(hostname=world.address)
-    if interface := os.environ.get(_INTERFACE, "").partition(",")[0]:
-        return gloo.create_device(interface=interface)
-    return gloo.create_default_device()

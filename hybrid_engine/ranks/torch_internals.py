@@ -72,6 +72,11 @@ PRIVATE_NAMES = (
         "objects are transient",
     ),
     PrivateName(
+        "torch._C:_construct_storage_from_data_pointer",
+        "makes a storage over memory that torch did not allocate, on any device, also where no "
+        "memory is mapped yet; torch.from_blob exists in C++ only, and other ways read the address",
+    ),
+    PrivateName(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "detects tensors that only wrap others: their storage does not contain the data",
     ),
@@ -112,14 +117,14 @@ def without_watchdog() -> Iterator[None]:
     error first it ends the process, before training state is back on the device. Groups read the
     variable once, when they are created.
     """
-    with ExitStack() as undo:
-        previous = os.environ.get(_ERROR_HANDLING)
-        if previous is None:
-            undo.callback(os.environ.pop, _ERROR_HANDLING, None)
-        else:
-            undo.callback(os.environ.__setitem__, _ERROR_HANDLING, previous)
+    previous = os.environ.get(_ERROR_HANDLING)
+    try:
         os.environ[_ERROR_HANDLING] = "0"
         yield
+    finally:
+        os.environ.pop(_ERROR_HANDLING, None)
+        if previous is not None:
+            os.environ[_ERROR_HANDLING] = previous
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
@@ -165,6 +170,11 @@ def job_store() -> dist.Store:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that is unique among existing storages, with memory or without."""
     return storage._cdata
+
+
+def storage_over(address: int, nbytes: int, device: torch.device) -> Any:
+    """Return a storage over memory that torch did not allocate, and will not free."""
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
