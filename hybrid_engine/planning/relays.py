@@ -6,8 +6,7 @@
 A relay buffer belongs to one bucket, one sender, one relay rank and one set of readers. Each of
 these ranks therefore knows everything that enters it and at which offset, independently of other
 bytes for its host: boxes follow one another, row-major, in the plan's order. A relay rank puts the
-relay buffers of every NUM_SLOTS-th bucket into the same memory, so that one bucket's buffers can be
-filled while the previous bucket's are read.
+relay buffers of all buckets into the same memory, one bucket after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.records.regions import Region, contiguous_strides
 
 NUM_SLOTS = 2
+"""Buckets whose messages are in flight together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def staging_nbytes(
     """Return the bytes that a rank needs for network messages and its relay buffers.
 
     Message headers are not included. The memory is on the device with NCCL and on the host with
-    gloo. Each of NUM_SLOTS message slots is as large as its largest bucket requires; all slots of
-    relay buffers are as large as the largest of them.
+    gloo. Each of NUM_SLOTS message slots is as large as its largest bucket requires, and so are the
+    relay buffers.
     """
     slots: dict[tuple[int, str], int] = {}
     for bucket in buckets:
@@ -71,8 +71,7 @@ def staging_nbytes(
                 continue
             if transfer.src_rank == rank:
                 sent += transfer.nbytes
-            # Messages for a relay buffer are received in the relay buffer itself.
-            if transfer.dst_rank == rank and transfer.dst.buffer not in relays:
+            if transfer.dst_rank == rank:
                 received += transfer.nbytes
         for side, nbytes in (("send", sent), ("receive", received)):
             # Message slots are separate for the two directions: a rank sends from one while it
@@ -83,9 +82,7 @@ def staging_nbytes(
     for buffer_id, buffer in relays.items():
         if buffer_id.rank == rank:
             relayed[buffer.group] = relayed.get(buffer.group, 0) + buffer.nbytes
-    # Relay buffers in buckets 0 and 2 only: both use slot 0, and slot 1 stays unallocated.
-    num_slots = len({int(bucket) % NUM_SLOTS for bucket in relayed})
-    return sum(slots.values()) + num_slots * max(relayed.values(), default=0)
+    return sum(slots.values()) + max(relayed.values(), default=0)
 
 
 @dataclass

@@ -147,7 +147,7 @@ class WeightContainer:
         self._filling = []
         self._num_met = self._router.num_met
         self._buckets = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
-        # Messages of a bucket may not start if the bucket before uses the same relay memory.
+        # Messages of a bucket may not start if those of the bucket before use the same slot.
         self._following = {
             bucket.index: next_bucket
             for bucket, next_bucket in pairwise(self._buckets)

@@ -2,7 +2,6 @@
 
     source rank                                              destination rank
     strided reads -> staging [header|piece|piece|…] --isend/irecv--> staging -> strided writes, cast
-                     image of a relay buffer -------isend/irecv--> the relay buffer itself
 
 `start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next
 bucket crosses while this one is written and committed. At most NUM_SLOTS buckets are in flight,
@@ -61,8 +60,7 @@ _WAIT_TOLERANCE = 0.01
 # Seconds between two polls of NCCL's messages.
 _MIN_POLL_INTERVAL = 0.00001
 _MAX_POLL_INTERVAL = 0.0005
-# Peers that a rank receives from, and those that it sends to, in one batch of NCCL's operations: a
-# message's body each, and the tensors that relays pass on.
+# Peers that a rank receives from, and those that it sends to, in one batch of NCCL's operations.
 _MAX_PEERS_PER_BATCH = 32
 
 
@@ -141,7 +139,9 @@ class CollectiveTransport(Transport):
         self._timeout = context.timeout
         self._relays = context.relays or RelayBuffers(context.rank, {})
         self._planner = MessagePlanner(
-            context.rank, context.source_buffers, context.destination_buffers, self._relays.buffers
+            context.rank,
+            context.source_buffers,
+            {**context.destination_buffers, **self._relays.buffers},
         )
         self._group = context.group
         self._notify_group = context.notify_group or context.group
@@ -204,14 +204,14 @@ class CollectiveTransport(Transport):
                 raise PeerTransportError(peer_failure, code="peer-failed")
             share = self._share_of(bucket, transfers)
             if self._deltas is not None:
-                self._complete(bucket, exchange, self._deltas)
+                self._apply(bucket, exchange, self._deltas)
             flats = _flats(exchange.incoming)
             copy_straight(
                 self.name,
                 bucket,
                 share.unpacking,
                 lambda transfer: flats[transfer.src.buffer],
-                destination,
+                {**destination, **self._relays.tensors},
                 "write",
                 share.planned,
             )
@@ -325,7 +325,7 @@ class CollectiveTransport(Transport):
         slot = bucket % NUM_SLOTS
         with timed_span(self._costs.seconds, "read"):
             sent = self._stage(f"send {slot}", share.outgoing)
-            received = self._stage_incoming(f"receive {slot}", share.incoming)
+            received = self._stage(f"receive {slot}", share.incoming)
             failure = None
             if source is not None:
                 sent, failure = self._pack(bucket, share, sent, source)
@@ -336,46 +336,23 @@ class CollectiveTransport(Transport):
 
     def _stage(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
         """Return messages with staging memory."""
-        memory = self._take_staging(side, [message.staged_nbytes for message in messages])
-        in_one_piece = self._deltas is not None
-        return [
-            message.staged_in(part, in_one_piece=in_one_piece)
-            for message, part in zip(messages, memory, strict=True)
-        ]
-
-    def _stage_incoming(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
-        """Return incoming messages with memory to receive them."""
+        memory = self._take_staging(side, [message.nbytes for message in messages])
         if self._deltas is not None:
-            return self._stage(side, messages)
-        bodies = self._take_staging(side, [message.nbytes for message in messages])
-        awaited = []
-        for message, body in zip(messages, bodies, strict=True):
-            # An image is received in place: it is the beginning of its relay buffer.
-            images = []
-            for image in message.images:
-                relay = self._relays.tensors[image.buffer.name]
-                images.append(relay[: image.numel].view(torch.uint8))
-            awaited.append(StagedMessage(message, body, tuple(images)))
-        return awaited
+            for part in memory:
+                # Deltas compare the padding, too.
+                part[-ALIGNMENT:].zero_()
+        return list(map(StagedMessage, messages, memory))
 
-    def _complete(self, bucket: int, exchange: InFlight, deltas: Deltas) -> None:
-        """Turn received deltas into messages, and copy relay images into their relay buffers."""
+    def _apply(self, bucket: int, exchange: InFlight, deltas: Deltas) -> None:
+        """Turn received deltas into messages, and subtract the bytes that they saved."""
         for staged, header in zip(exchange.incoming, exchange.headers, strict=True):
             deltas.decode(bucket, staged, header)
             if header.sent_nbytes < staged.contents.numel():
                 # The plan counts all bytes of the message, and all cross one link.
-                peer = staged.message.peer
-                moved = staged.message.transfers
-                saved = sum(transfer.nbytes for transfer in moved) - header.sent_nbytes
-                self._costs.nbytes_by_peer[self.name][peer] -= saved
-                self._costs.nbytes_by_link[moved[0].link] -= saved
-            for image, flat in zip(staged.message.images, staged.images, strict=True):
-                relay = self._relays.tensors[image.buffer.name]
-                relay[: image.numel].view(torch.uint8).copy_(flat)
-                if relay.is_cuda:
-                    # Readers are other processes, notified by this host thread and not by the
-                    # stream.
-                    torch.cuda.current_stream(relay.device).synchronize()
+                pieces = staged.message.pieces
+                saved = sum(piece.nbytes for piece in pieces) - header.sent_nbytes
+                self._costs.nbytes_by_peer[self.name][staged.message.peer] -= saved
+                self._costs.nbytes_by_link[pieces[0].transfer.link] -= saved
 
     def _take_staging(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return byte tensors of these sizes, cut from the staging memory of `side`."""
@@ -548,7 +525,7 @@ def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
 
 
 def _parts_of(messages: Iterable[StagedMessage]) -> list[Part]:
-    return [(staged.message.peer, memory) for staged in messages for memory in staged.tensors]
+    return [(staged.message.peer, staged.memory) for staged in messages]
 
 
 def _begin(

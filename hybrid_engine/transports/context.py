@@ -2,7 +2,7 @@
 
 Relay buffers are elastic buffers that the other ranks of the host can read:
 
-    network --collective--> relay buffer on the relay rank
+    network --collective--> staging --> relay buffer on the relay rank
             --shared memory, or local on the relay rank--> destinations
 """
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Costs, Transfer
-from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId
@@ -105,7 +104,7 @@ class Transport:
     ) -> None:
         """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
 
-        At most `relays.NUM_SLOTS` buckets are started but not run. `source` is None if this rank
+        At most `NUM_SLOTS` buckets are started but not run. `source` is None if this rank
         failed elsewhere; then `reason` is the cause.
         """
 
@@ -167,8 +166,9 @@ class RelayBuffers:
 
     Attributes:
         buffers: relay buffers that this rank fills or reads (`ReshardPlan.relays`).
-        tensors: flat tensors of the buffers on this rank, by name. Buffers of every NUM_SLOTS-th
-            bucket share bytes: NUM_SLOTS times those of the fullest bucket, until `release`.
+        tensors: flat tensors of the buffers on this rank, by name. The buckets share bytes, those
+            of the fullest one, until `release`: a bucket is written only after all have read the
+            one before.
     """
 
     def __init__(
@@ -188,19 +188,19 @@ class RelayBuffers:
             start = ends.get(buffer.group, 0)
             starts[name] = start
             ends[buffer.group] = round_up(start + buffer.nbytes, _ALIGNMENT)
-        slot_nbytes = max(ends.values(), default=0)
-        # Neighbouring buckets are in flight together, so their buffers must not overlap.
-        slots = sorted({int(bucket) % NUM_SLOTS for bucket in ends})
-        nbytes = len(slots) * slot_nbytes
+        nbytes = max(ends.values(), default=0)
         arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
         # None on devices without elastic memory, which keep the relay memory.
         self._memory = exported_buffer_of(arena)
         self.tensors: TensorDict = {}
         for name, buffer in local.items():
-            slot = slots.index(int(buffer.group) % NUM_SLOTS)
-            start = slot * slot_nbytes + starts[name]
-            flat = arena[start : start + buffer.nbytes]
+            flat = arena[starts[name] : starts[name] + buffer.nbytes]
             self.tensors[name] = flat.view(getattr(torch, buffer.dtype))
+
+    def finish_writes(self) -> None:
+        """Wait until the buffers are written: host threads, not streams, notify their readers."""
+        if any(flat.is_cuda for flat in self.tensors.values()):
+            torch.cuda.current_stream().synchronize()
 
     def release(self) -> int:
         """Free the memory until `restore`, and return its bytes; handles stay valid."""

@@ -132,7 +132,7 @@ class Deltas:
             return staged
         costs.counts["messages_delta"] += 1
         contents[: len(body)] = torch.from_numpy(body)
-        memory = staged.tensors[0][: HEADER_NBYTES + len(body)]
+        memory = staged.memory[: HEADER_NBYTES + len(body)]
         return replace(staged, memory=memory, digest=box_digest(copy))
 
     def decode(self, bucket: int, staged: StagedMessage, header: Header) -> None:

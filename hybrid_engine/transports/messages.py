@@ -1,12 +1,11 @@
 """The messages of a bucket, derived at both ends from the order of the transfers.
 
-    body          header | piece | piece | ...      pieces in the bucket's order
-    relay image   the first elements of a relay buffer, as they lie there (planning/relays.py)
+    header | piece | piece | ... | padding      pieces in the bucket's order
 
 A piece is one transfer's elements, row-major, in `plan.wire_dtype`, aligned to the element size.
 The header has the bucket, the bytes of the message and, if the sender failed, the reason why its
-contents are void. Nothing is pickled. Where deltas (deltas.py) are sent, a message is exchanged in
-one piece, and its header says how much follows: a delta is shorter than the contents.
+contents are void. Nothing is pickled. The header also says how much follows: a delta (deltas.py) is
+shorter than the contents.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ HEADER_NBYTES = 512
 # The fields of `Header`. The failure follows, padded with zeros.
 _HEADER = struct.Struct("<qqqq")
 ALIGNMENT = 64
-"""Alignment of each part of a message in memory, in bytes."""
+"""Alignment of messages in memory, in bytes, and unit of their size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a transfer in bytes [start, start + nbytes) of a body, row-major."""
+    """Elements of a transfer in bytes [start, start + nbytes) of a message, row-major."""
 
     transfer: Transfer
     dtype: torch.dtype
@@ -41,90 +40,37 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayImage:
-    """Data for a relay buffer of another rank: its first `numel` elements, as they lie there."""
-
-    buffer: BufferId
-    transfers: tuple[Transfer, ...]
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire, in bytes."""
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """Data that one rank sends another in one bucket.
 
     Attributes:
         peer: the other rank.
-        pieces: pieces of the body.
-        nbytes: bytes of the body: header, pieces and padding.
-        images: relay images; each is sent separately, after the body.
+        pieces: in the bucket's order.
+        nbytes: bytes of header, pieces and padding; a multiple of `ALIGNMENT`.
     """
 
     peer: int
     pieces: tuple[Piece, ...] = ()
     nbytes: int = HEADER_NBYTES
-    images: tuple[RelayImage, ...] = ()
 
-    def body_in(self, dtype: torch.dtype) -> BufferId:
-        """Return the id of the body as a flat buffer of this dtype."""
+    def flat_in(self, dtype: torch.dtype) -> BufferId:
+        """Return the id of the message as a flat buffer of this dtype."""
         return BufferId(self.peer, f"message in {dtype}")
 
-    @property
-    def transfers(self) -> list[Transfer]:
-        """The plan's transfers."""
-        relayed = [transfer for image in self.images for transfer in image.transfers]
-        return [*(piece.transfer for piece in self.pieces), *relayed]
-
     def pack_transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers whose destination is the message."""
+        """Yield the transfers with the message as their destination."""
         for piece in self.pieces:
             yield replace(piece.transfer, dst=self._place_of(piece))
-        for image in self.images:
-            yield from image.transfers
 
     def unpack_transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers whose source is the body."""
-        # Relay images are received in place.
+        """Yield the transfers with the message as their source."""
         for piece in self.pieces:
             yield replace(piece.transfer, src=self._place_of(piece))
 
     def _place_of(self, piece: Piece) -> Place:
         offset = piece.start // piece.dtype.itemsize
         strides = contiguous_strides(piece.transfer.lengths)
-        return Place(self.body_in(piece.dtype), offset, strides)
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the body and all images."""
-        return sum(self._sizes)
-
-    @property
-    def staged_nbytes(self) -> int:
-        """Bytes of memory for the body and all images, aligned."""
-        return sum(round_up(nbytes, ALIGNMENT) for nbytes in self._sizes)
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return self.nbytes, *(image.nbytes for image in self.images)
-
-    def staged_in(self, memory: torch.Tensor, *, in_one_piece: bool) -> StagedMessage:
-        """Lay the message out in `memory`, uint8 [staged_nbytes]; gaps become zero."""
-        parts = []
-        end = 0
-        for nbytes in self._sizes:
-            start = end
-            end += round_up(nbytes, ALIGNMENT)
-            parts.append(memory[start : start + nbytes])
-            # Deltas compare the whole memory, gaps included.
-            memory[start + nbytes : end].zero_()
-        body, *images = parts
-        return StagedMessage(self, body, tuple(images), memory if in_one_piece else None)
+        return Place(self.flat_in(piece.dtype), offset, strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,53 +94,35 @@ class Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedMessage:
-    """A message and the byte tensors from which it is sent, or into which it is received.
+    """A message and the memory from which it is sent, or into which it is received.
 
     Attributes:
         message: the message.
-        body: memory of the body.
-        images: memory of the relay images.
-        memory: all of the message, or its header and a delta, which are exchanged in one piece;
-            None: body and images are exchanged one after the other.
+        memory: its bytes, uint8 [message.nbytes], or its header and a delta.
         digest: digest of the contents, if a delta is sent.
     """
 
     message: Message
-    body: torch.Tensor
-    images: tuple[torch.Tensor, ...] = ()
-    memory: torch.Tensor | None = None
+    memory: torch.Tensor
     digest: int = 0
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Everything that is exchanged, in that order."""
-        return (self.body, *self.images) if self.memory is None else (self.memory,)
-
-    @property
     def header(self) -> torch.Tensor:
-        return self.body[:HEADER_NBYTES]
+        return self.memory[:HEADER_NBYTES]
 
     @property
     def contents(self) -> torch.Tensor:
-        """Bytes after the header of a message in one piece."""
-        assert self.memory is not None
+        """Bytes after the header."""
         return self.memory[HEADER_NBYTES:]
 
     def flats(self) -> dict[BufferId, torch.Tensor]:
-        """Return the flat buffers of packed transfers: images, and the body in every dtype."""
-        flats = {}
-        for image, flat in zip(self.message.images, self.images, strict=True):
-            flats[image.buffer] = flat.view(image.dtype)
-        for dtype in dict.fromkeys(piece.dtype for piece in self.message.pieces):
-            # torch views only whole elements.
-            whole = self.body.numel() // dtype.itemsize * dtype.itemsize
-            flats[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
-        return flats
+        """Return the flat buffers of packed transfers: the message in every dtype."""
+        dtypes = dict.fromkeys(piece.dtype for piece in self.message.pieces)
+        return {self.message.flat_in(dtype): self.memory.view(dtype) for dtype in dtypes}
 
     def header_bytes(self, bucket: int, failure: str) -> bytes:
         """Return the header for `write_headers`; a failure that does not fit is cut."""
-        sent_nbytes = sum(tensor.numel() for tensor in self.tensors) - HEADER_NBYTES
-        fixed = _HEADER.pack(bucket, self.message.total_nbytes, sent_nbytes, self.digest)
+        fixed = _HEADER.pack(bucket, self.message.nbytes, self.contents.numel(), self.digest)
         # The cut may split a character; `read_headers` replaces it.
         return (fixed + failure.encode())[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
 
@@ -202,7 +130,7 @@ class StagedMessage:
         """Return the fault of a message received for `bucket`; "" if it is expected and valid."""
         if header.failure:
             return f"the peer failed: {header.failure}"
-        expected_nbytes = self.message.total_nbytes
+        expected_nbytes = self.message.nbytes
         if header.bucket != bucket or header.nbytes != expected_nbytes:
             return (
                 f"the peer sent {header.nbytes} bytes of bucket {header.bucket}, "
@@ -216,8 +144,8 @@ def write_headers(messages: Sequence[StagedMessage], headers: Iterable[bytes]) -
     """Write headers (`header_bytes`), to a GPU in one copy, for which the host does not wait."""
     if messages:
         block = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
-        if messages[0].body.is_cuda:
-            block = block.pin_memory().to(messages[0].body.device, non_blocking=True)
+        if messages[0].memory.is_cuda:
+            block = block.pin_memory().to(messages[0].memory.device, non_blocking=True)
         copy_each([staged.header for staged in messages], block.split(HEADER_NBYTES))
 
 
@@ -237,12 +165,15 @@ def read_headers(messages: Sequence[StagedMessage]) -> list[Header]:
 
 @dataclass(frozen=True)
 class MessagePlanner:
-    """Derives one rank's messages; for buffers see `TransportContext`."""
+    """Derives one rank's messages.
+
+    Attributes:
+        source_buffers, destination_buffers: see `TransportContext`; relay buffers are destinations.
+    """
 
     rank: int
     source_buffers: Mapping[BufferId, Buffer]
     destination_buffers: Mapping[BufferId, Buffer]
-    relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
         """Return the messages that this rank sends and receives, by ascending peer."""
@@ -264,12 +195,7 @@ class MessagePlanner:
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:
         pieces: list[Piece] = []
         end = HEADER_NBYTES
-        relayed: dict[BufferId, list[Transfer]] = {}
         for transfer in transfers:
-            if transfer.dst.buffer in self.relay_buffers:
-                # Packed in its place of the relay buffer, so it needs no unpacking.
-                relayed.setdefault(transfer.dst.buffer, []).append(transfer)
-                continue
             source = self.source_buffers[transfer.src.buffer]
             destination = self.destination_buffers.get(transfer.dst.buffer, source)
             dtype = getattr(torch, wire_dtype(source.dtype, destination.dtype))
@@ -278,11 +204,4 @@ class MessagePlanner:
             nbytes = transfer.numel * dtype.itemsize
             pieces.append(Piece(transfer, dtype, start, nbytes))
             end = start + nbytes
-        images = []
-        # Sorted, so that both ends derive the same order.
-        for buffer in sorted(relayed):
-            into_buffer = relayed[buffer]
-            dtype = getattr(torch, self.relay_buffers[buffer].dtype)
-            numel = max(transfer.dst.extent(transfer.lengths).stop for transfer in into_buffer)
-            images.append(RelayImage(buffer, tuple(into_buffer), dtype, numel))
-        return Message(peer, tuple(pieces), end, tuple(images))
+        return Message(peer, tuple(pieces), round_up(end, ALIGNMENT))

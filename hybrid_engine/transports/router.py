@@ -283,6 +283,10 @@ class TransportSet:
 
         Both notifications are sent in any case, so that no rank is left waiting.
         """
+        try:
+            self._relays.finish_writes()
+        except RuntimeError as error:
+            failure = failure or error
         for phase in (_ARRIVED, _READ):
             try:
                 reason = self._notify(share, phase, "" if failure is None else str(failure))

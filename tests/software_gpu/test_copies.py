@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import BufferId, Place
+from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.transports.context import RelayBuffers, Transport
 from hybrid_engine.transports.copies import BatchedCopies, CopyError
+from hybrid_engine.transports.router import TransportSet
 from tests.hybrid_engine.transports.cases import Shape, build_case, differing
 from tests.software_gpu.device import Reports, counted
 
@@ -128,3 +130,31 @@ def test_the_checker_sees_what_the_kernel_reads_and_writes(side: int, reports: R
     assert "RACE" in text
     assert "copy_tiles" in text
     torch.cuda.synchronize()
+
+
+def test_readers_are_notified_once_relay_buffers_are_written() -> None:
+    """Readers are other processes, which do not wait for the stream of the relay rank."""
+    relay, source, served = (Place(BufferId(rank, name), 0, (1,)) for rank, name in ((0, "relay"), (2, "s"), (1, "d")))
+    arrival = Transfer("t", (SIZE,), source, relay, 4 * SIZE, Link.NETWORK)
+    read = Transfer("t", (SIZE,), relay, served, 4 * SIZE, Link.HOST)
+    bucket = Bucket(0, ("t",), (arrival,), (), 4 * SIZE, fan_out=(read,))
+    relays = RelayBuffers(0, {relay.buffer: Buffer(SIZE, "float32", "0")}, "cuda")
+    (flat,) = relays.tensors.values()
+    queued = torch.ones(SIZE, device="cuda")
+    written = torch.cuda.Event()
+    notified = []
+
+    class Written(Transport):
+        name = "written"
+
+        def run(self, *share: object) -> None:
+            if not notified:
+                flat.copy_(queued)
+                written.record()
+
+        def notify(self, bucket: int, phase: str, *ends: object) -> str:
+            notified.append((phase, written.query()))
+            return ""
+
+    TransportSet(0, [Written(0)], lambda transfer: "written", relays).run(bucket, {}, {})
+    assert notified == [("relay arrived", True), ("relay read", True)]

@@ -226,7 +226,7 @@ def test_staging_holds_the_messages_of_two_buckets() -> None:
     assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [2 * (6 + 7)] * 2
     parts = ((0, "0", 5), (0, "0", 6), (0, "1", 3), (0, "2", 4), (1, "0", 9))
     relays = {BufferId(rank, f"{n}"): Buffer(n, "bfloat16", bucket) for rank, bucket, n in parts}
-    assert staging_nbytes(result.buckets, relays, 0) == 2 * (6 + 7) + 2 * 2 * (5 + 6)
+    assert staging_nbytes(result.buckets, relays, 0) == 2 * (6 + 7) + 2 * (5 + 6)
 
 
 @given(cases(), st.randoms(use_true_random=False))

@@ -245,13 +245,13 @@ def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None
         sent = Counter()
         received = Counter()
         for rank in range(len(case.hosts)):
-            messages = MessagePlanner(rank, case.source.buffers, case.destination.buffers, planned.relays)
+            messages = MessagePlanner(rank, case.source.buffers, {**case.destination.buffers, **planned.relays})
             outgoing, incoming = messages.messages(bucket.of_rank(rank).transfers)
             for ends, messages_of_rank in ((sent, outgoing), (received, incoming)):
                 for message in messages_of_rank:
                     assert all(piece.start % piece.dtype.itemsize == 0 for piece in message.pieces)
                     key = (rank, message.peer) if ends is sent else (message.peer, rank)
-                    ends[key] += sum(part.nbytes for part in (*message.pieces, *message.images))
+                    ends[key] += sum(piece.nbytes for piece in message.pieces)
         expected = Counter()
         for transfer in bucket.transfers:
             if transfer.src_rank != transfer.dst_rank:

@@ -104,7 +104,7 @@ def staged(contents: np.ndarray, peer: int) -> StagedMessage:
     nbytes = HEADER_NBYTES + len(contents)
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     memory[HEADER_NBYTES:] = torch.from_numpy(contents)
-    return Message(peer, nbytes=nbytes).staged_in(memory, in_one_piece=True)
+    return StagedMessage(Message(peer, nbytes=nbytes), memory)
 
 
 def sent(sender: Deltas, contents: np.ndarray, costs: Costs, peer: int = 2) -> StagedMessage:
