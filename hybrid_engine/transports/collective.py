@@ -66,9 +66,9 @@ _MAX_PEERS_PER_BATCH = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketMessages:
-    """Messages, by ascending peer, and copies of this rank in a bucket, derived from `transfers`.
+    """Messages of this rank in a bucket, by ascending peer, derived from `transfers`.
 
-    `packing`, `unpacking`: into and out of messages. `local`: within the rank.
+    `packing`, `unpacking`: into and out of messages.
     """
 
     transfers: Sequence[Transfer]
@@ -76,7 +76,6 @@ class _BucketMessages:
     incoming: Sequence[Message]
     packing: BatchedCopies
     unpacking: BatchedCopies
-    local: BatchedCopies
 
     def planned(self, moved: Transfer) -> Transfer:
         """Return the plan's transfer for `moved`, which starts or ends in a message instead."""
@@ -215,13 +214,6 @@ class CollectiveTransport(Transport):
                 "write",
                 share.planned,
             )
-            copy_straight(
-                self.name,
-                bucket,
-                share.local,
-                lambda transfer: source[transfer.src.buffer.name],
-                destination,
-            )
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Take part in a bucket without reading or writing; see `context.Transport`.
@@ -295,18 +287,8 @@ class CollectiveTransport(Transport):
             outgoing, incoming = self._planner.messages(transfers)
             packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
             unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
-            local = [
-                transfer
-                for transfer in transfers
-                if transfer.src_rank == transfer.dst_rank == self.rank
-            ]
             share = _BucketMessages(
-                transfers,
-                outgoing,
-                incoming,
-                BatchedCopies(packed),
-                BatchedCopies(unpacked),
-                BatchedCopies(local),
+                transfers, outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked)
             )
             self._shares[bucket] = share
         return share

@@ -176,12 +176,13 @@ class MessagePlanner:
     destination_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
-        """Return the messages that this rank sends and receives, by ascending peer."""
+        """Return the messages that this rank sends and receives, by ascending peer.
+
+        `transfers`: between two ranks each.
+        """
         outgoing: dict[int, list[Transfer]] = {}
         incoming: dict[int, list[Transfer]] = {}
         for transfer in transfers:
-            if transfer.src_rank == transfer.dst_rank:
-                continue
             # Transfers between two other ranks are skipped.
             if transfer.src_rank == self.rank:
                 outgoing.setdefault(transfer.dst_rank, []).append(transfer)

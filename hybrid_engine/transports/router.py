@@ -33,7 +33,7 @@ REGISTRY: tuple[type[Transport], ...] = (
     SharedMemoryTransport,
     CollectiveTransport,
 )
-"""Best first; a bucket's transfers run in this order too. The last carries every transfer."""
+"""Best first; a bucket's transfers run in this order too. The last carries all between ranks."""
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
