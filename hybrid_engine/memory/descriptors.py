@@ -1,6 +1,6 @@
 """Exchange of memory between processes of a host: file descriptors over Unix sockets.
 
-    owner   Descriptor(fd).offer(name) -> address      a thread answers while any name is offered
+    owner   Descriptor(fd).offer(name) -> address      threads answer while any name is offered
     peer    fetch(address, names) -> [fd, ...]         duplicates, which the peer closes
 
 Passing a descriptor (SCM_RIGHTS) needs no permission over the other process; /proc/<pid>/fd and
@@ -8,7 +8,7 @@ pidfd_getfd(2) do, and containers refuse it. Instead both processes need a commo
 socket lies in a subdirectory of `MEETING_DIRECTORY` that only this user can open, and the owner
 reads the peer's user from the kernel (SO_PEERCRED). Names are random and never used again.
 
-A descriptor is closed with the last reference to its `Descriptor`. The thread holds references
+A descriptor is closed with the last reference to its `Descriptor`. A thread holds references
 while it sends, under the lock `sending`: a caller that drops the last other reference under the
 same lock has closed the descriptor, and the memory is free. A killed process leaves its socket.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import shutil
 import socket
 import struct
@@ -38,8 +37,6 @@ MAX_DESCRIPTORS = 253
 
 # Bytes of a request or a reply.
 _LIMIT = 2**16
-# Connections without a request yet. The oldest is closed when another one arrives.
-_MAX_SILENT = 64
 # Seconds that the owner waits for a request, and that the peer waits for a reply.
 _REQUEST_TIMEOUT = 10.0
 _REPLY_TIMEOUT = 20.0
@@ -105,7 +102,7 @@ class _DescriptorServer:
 
 def _end(listener: socket.socket, directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
-    # Wakes the thread from `poll`.
+    # Wakes the thread from `accept`.
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
 
@@ -122,48 +119,29 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def _serve(listener: socket.socket) -> None:
-    """Answer requests until the listener is closed. A silent connection delays no other."""
-    # Connections without a request yet, and the time until which they may stay, by descriptor.
-    silent: dict[int, tuple[socket.socket, float]] = {}
-    while (listening := listener.fileno()) >= 0:
-        # Unlike epoll, poll has no descriptor that a forked child would keep open.
-        waiting = select.poll()
-        for descriptor in (listening, *silent):
-            waiting.register(descriptor, select.POLLIN)
-        latest = time.monotonic() + _REQUEST_TIMEOUT
-        deadline = min((until for _, until in silent.values()), default=latest)
-        timeout_ms = max(deadline - time.monotonic(), 0) * 1000
-        ready = {descriptor for descriptor, _ in waiting.poll(timeout_ms)}
-        for descriptor in [number for number in silent if number in ready]:
-            connection, _ = silent.pop(descriptor)
-            with connection:
-                _answer(connection)
-        now = time.monotonic()
-        late = [number for number, (_, until) in silent.items() if until <= now]
-        for descriptor in late or list(silent)[:-_MAX_SILENT]:
-            silent.pop(descriptor)[0].close()
-        if listening in ready:
-            try:
-                connection, _ = listener.accept()
-                # A request is one packet, and so is its reply: neither needs to block.
-                connection.setblocking(False)
-                silent[connection.fileno()] = connection, now + _REQUEST_TIMEOUT
-            except OSError as error:
-                # The listener was closed, or this process has no descriptor left.
-                logger.debug("a peer's connection for descriptors: %s", error)
-                time.sleep(0.01)
-    for connection, _ in silent.values():
-        connection.close()
+    """Answer requests until the listener is closed, each in a thread: silent peers delay none."""
+    while listener.fileno() >= 0:
+        try:
+            connection, _ = listener.accept()
+            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+        except (OSError, RuntimeError) as error:
+            # The listener was closed, or this process has no descriptor or thread left.
+            logger.debug("a peer's connection for descriptors: %s", error)
+            time.sleep(0.01)
 
 
 def _answer(connection: socket.socket) -> None:
     """Read a request, and send the descriptors or the reason of a refusal."""
     try:
-        names = connection.recv(_LIMIT).decode(errors="replace").split("\n")
-        with sending:
-            _send(connection, names)
+        with connection:
+            connection.settimeout(_REQUEST_TIMEOUT)
+            names = connection.recv(_LIMIT).decode(errors="replace").split("\n")
+            # The reply is one packet, so it does not need to block.
+            connection.setblocking(False)
+            with sending:
+                _send(connection, names)
     except OSError as error:
-        # The peer is gone.
+        # The peer is silent or gone.
         logger.debug("a peer's request for descriptors: %s", error)
 
 
