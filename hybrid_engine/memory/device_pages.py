@@ -186,6 +186,7 @@ class DeviceMemory:
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
+        self._raise_if_closed()
         device = self.chunks.driver.device
         return tensor_over(self.address, self.nbytes, device, self).view(self.dtype)
 

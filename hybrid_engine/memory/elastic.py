@@ -32,8 +32,10 @@ Handle = BufferHandle | DeviceHandle
 class ElasticBuffer:
     """A flat tensor whose memory can be released and restored at one address, whole or in part.
 
+    Several objects may stand for one memory.
+
     Attributes:
-        memory: owner of pages, descriptors and mapping; lasts until neither this object nor a
+        memory: owner of pages, descriptors and mapping; lasts until neither such an object nor a
             tensor over it is left. `close` ends the export.
     """
 
@@ -71,20 +73,13 @@ class ElasticBuffer:
         else:
             driver = _require_driver(device)
             memory = DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts)
-        self._attach(memory)
-
-    def _attach(self, memory: HostMemory | DeviceMemory) -> None:
         self.memory = memory
-        self._tensor: torch.Tensor | None = memory.tensor()
         _open_memories[memory.address] = memory
-        _buffers[memory] = weakref.ref(self)
 
     @property
     def tensor(self) -> torch.Tensor:
         """Flat tensor over the whole buffer. Raises StateError after `close`."""
-        if self._tensor is None:
-            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
-        return self._tensor
+        return self.memory.tensor()
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +141,6 @@ class ElasticBuffer:
 
     def close(self) -> None:
         """End the export of the buffer; idempotent. The last tensor over it frees the memory."""
-        self._tensor = None
         self.memory.close()
         # After a second `close` another buffer may have the same address.
         if _open_memories.get(self.address) is self.memory:
@@ -215,11 +209,9 @@ def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
     memory = _open_memories.get(tensor.untyped_storage().data_ptr())
     if memory is None:
         return None
-    buffer = _buffers[memory]()
-    if buffer is None:
-        # The last user dropped the buffer object and kept the tensor.
-        buffer = ElasticBuffer.__new__(ElasticBuffer)
-        buffer._attach(memory)
+    # Another object than the creator's, who may have dropped that and kept the tensor.
+    buffer = ElasticBuffer.__new__(ElasticBuffer)
+    buffer.memory = memory
     return buffer
 
 
@@ -259,11 +251,9 @@ def reading(handle: Handle, device: torch.device | str = "cuda") -> Iterator[tor
         yield flat
 
 
-# Open memories of this process by address, and the buffer object of each memory.
+# Open memories of this process, by address.
 _open_memories: weakref.WeakValueDictionary[int, HostMemory | DeviceMemory]
 _open_memories = weakref.WeakValueDictionary()
-_buffers: weakref.WeakKeyDictionary[HostMemory | DeviceMemory, weakref.ref[ElasticBuffer]]
-_buffers = weakref.WeakKeyDictionary()
 
 
 def _require_driver(device: torch.device) -> CudaDriver:

@@ -218,6 +218,7 @@ class HostMemory(_FileMapping):
 
     def tensor(self) -> torch.Tensor:
         """Return a flat tensor over the whole memory, with the dtype of its creation."""
+        self._open_file()
         return self.view(0, self.numel, self.dtype)
 
     def release(self, first: int, last: int) -> None:
