@@ -18,7 +18,6 @@ import logging
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -50,50 +49,6 @@ _HUGEPAGE = 14
 _POPULATE_WRITE = 23
 
 
-@dataclass
-class _Mapping:
-    """Resources of an allocation, to be returned when it ends.
-
-    Attributes:
-        is_registered: the whole mapping is registered with the device's driver.
-        copier: its copies read and write the mapping.
-    """
-
-    address: int = 0
-    nbytes: int = 0
-    is_registered: bool = False
-    copier: Copier | None = None
-
-    def populate(self) -> None:
-        """Allocate a page behind every address; before kernel 5.14 the registration does it."""
-        # 6.1 instead of 2.1 GB/s with one thread on an H100's host; ignored without huge pages.
-        libc().madvise(self.address, self.nbytes, _HUGEPAGE)
-        end = self.address + self.nbytes
-        addresses = range(self.address, end, _SLICE_NBYTES)
-        sizes = [min(_SLICE_NBYTES, end - start) for start in addresses]
-        num_threads = min(NUM_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(num_threads) as threads:
-            # Iterating raises the error of a thread.
-            for _ in threads.map(_populate_slice, addresses, sizes):
-                pass
-
-    def end(self) -> None:
-        """Unregister and unmap; called once, by a finalizer, so failures are only logged."""
-        if self.is_registered:
-            # The device may still read or write the pages.
-            if self.copier is not None:
-                self.copier.finish_all()
-            code = _call_cuda("cudaHostUnregister", self.address)
-            if code:
-                logger.warning(
-                    "host memory for offloaded state is freed while page-locked: "
-                    "cudaHostUnregister: CUDA error %d",
-                    code,
-                )
-        if self.address:
-            libc().munmap(self.address, self.nbytes)
-
-
 class _HostAllocation:
     """Memory that forks do not inherit, page-locked if `pinned`; contents are undefined.
 
@@ -101,32 +56,33 @@ class _HostAllocation:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool, copier: Copier | None = None) -> None:
-        mapping = _Mapping(nbytes=nbytes, copier=copier)
-        self.mapping = mapping
-        end = weakref.finalize(self, mapping.end)
+        self.nbytes = nbytes
+        self.is_pinned = pinned
+        resources = contextlib.ExitStack()
+        end = weakref.finalize(self, resources.close)
         # At exit a copy may still be under way. The system unmaps the memory.
         end.atexit = False
         try:
-            mapping.address = map_memory(nbytes)
-            if libc().madvise(mapping.address, nbytes, _DONTFORK):
+            self.address = map_memory(nbytes)
+            resources.callback(libc().munmap, self.address, nbytes)
+            if libc().madvise(self.address, nbytes, _DONTFORK):
                 raise_errno("madvise(MADV_DONTFORK)")
             if pinned:
-                mapping.populate()
-                code = _call_cuda("cudaHostRegister", mapping.address, nbytes, 0)
+                _populate(self.address, nbytes)
+                code = _call_cuda("cudaHostRegister", self.address, nbytes, 0)
                 if code:
                     raise OSError(
                         f"page-locking {nbytes} bytes of host memory failed with CUDA error "
                         f"{code}. In a container its limit may be the reason (`ulimit -l`)"
                     )
-                mapping.is_registered = True
+                resources.callback(_unregister, self.address, copier)
         except BaseException:
             end()
             raise
 
     def tensor(self) -> torch.Tensor:
         """Return a flat uint8 tensor over the allocation."""
-        mapping = self.mapping
-        return tensor_over(mapping.address, mapping.nbytes, torch.device("cpu"), self)
+        return tensor_over(self.address, self.nbytes, torch.device("cpu"), self)
 
 
 class Arena:
@@ -159,9 +115,9 @@ class Arena:
         OffloadError: the arena is then unchanged, and a later call may succeed.
         """
         nbytes = max(nbytes, self.nbytes)
-        current = None if self._allocation is None else self._allocation.mapping
+        current = self._allocation
         room = 0 if current is None else current.nbytes
-        if nbytes > room or (current is not None and pinned and not current.is_registered):
+        if nbytes > room or (current is not None and pinned and not current.is_pinned):
             rounded = round_up(nbytes, _HUGE_PAGE)
             try:
                 allocation = _HostAllocation(rounded, pinned=pinned, copier=self._copier)
@@ -173,6 +129,34 @@ class Arena:
             allocation.tensor()[: self.nbytes].copy_(self.memory)
             self._allocation = allocation
         self.nbytes = nbytes
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Allocate a page behind every address; before kernel 5.14 the registration does it."""
+    # 6.1 instead of 2.1 GB/s with one thread on an H100's host; ignored without huge pages.
+    libc().madvise(address, nbytes, _HUGEPAGE)
+    end = address + nbytes
+    addresses = range(address, end, _SLICE_NBYTES)
+    sizes = [min(_SLICE_NBYTES, end - start) for start in addresses]
+    num_threads = min(NUM_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as threads:
+        # Iterating raises the error of a thread.
+        for _ in threads.map(_populate_slice, addresses, sizes):
+            pass
+
+
+def _unregister(address: int, copier: Copier | None) -> None:
+    """End the page lock; called by a finalizer, so a failure is only logged."""
+    # The device may still read or write the pages.
+    if copier is not None:
+        copier.finish_all()
+    code = _call_cuda("cudaHostUnregister", address)
+    if code:
+        logger.warning(
+            "host memory for offloaded state is freed while page-locked: "
+            "cudaHostUnregister: CUDA error %d",
+            code,
+        )
 
 
 def _populate_slice(address: int, nbytes: int) -> None:
