@@ -181,35 +181,43 @@ def _longest_sequence(engines: HybridConfig) -> int:
 def require_runnable(
     engines: HybridConfig, arguments: RunArguments, job: Job, out: Path | None
 ) -> None:
-    """Raise ConfigError on all ranks with everything that would end a run later. Collective.
+    """Raise ConfigError on all ranks with `run_violations`, and without the servers. Collective.
 
     Rank 0 checks alone, because it has the reward, and reads the prompts once.
-
-    Args:
-        engines: settings of the engines, which are not built yet.
-        arguments: arguments of the run.
-        job: the ranks.
-        out: directory of the run, if there is one.
     """
     violations: list[Violation] = []
     with job.agreement.phase("checking the run"):
         if job.rank == 0:
-            limits = RunLimits.of_config(engines, job.world_size)
-            violations = train_violations(arguments) + limit_violations(
-                arguments, limits, _MOST_PROMPTS
-            )
-            violations += _schedule_violations(engines, arguments.config)
+            violations = run_violations(engines, arguments, job.world_size, out)
             generate = engines.generate_config
             violations += silent_servers(
                 generate.servers,
                 generate.timeout_seconds,
                 allow_public=generate.server_allow_public,
             )
-            if out is not None:
-                violations += _disk_violations(engines, out)
     agreed = job.agreement.gather(violations, list[Violation], "checking the run")[0]
     if agreed:
         raise ConfigError(agreed)
+
+
+def run_violations(
+    engines: HybridConfig, arguments: RunArguments, num_ranks: int, out: Path | None
+) -> list[Violation]:
+    """Return everything that would end a run later, which starts nothing.
+
+    Args:
+        engines: settings of the engines, which are not built yet.
+        arguments: arguments of the run.
+        num_ranks: number of ranks.
+        out: directory of the run, if there is one.
+    """
+    limits = RunLimits.of_config(engines, num_ranks)
+    return [
+        *train_violations(arguments),
+        *limit_violations(arguments, limits, _MOST_PROMPTS),
+        *_schedule_violations(engines, arguments.config),
+        *(() if out is None else _disk_violations(engines, out)),
+    ]
 
 
 def engines_of(

@@ -128,13 +128,17 @@ class RunRecord:
                 return
             files.begin(self._settings)
             config = self._config
-            by_clock = f"in {config.save_minutes:g} minutes, or " if config.save_minutes else ""
-            first = f"{by_clock}after step {min(config.save_every, config.steps)}"
-            self.say(f"run in {files.out}, first checkpoint {first}")
             progress = files.progress()
-            CompletionLog(files.out).cut_after(0 if progress is None else progress.step)
-            if progress is not None:
-                self.say(f"resuming after step {progress.step}, from the checkpoint in {files.out}")
+            done = 0 if progress is None else progress.step
+            CompletionLog(files.out).cut_after(done)
+            if done:
+                self.say(f"resuming after step {done}, from the checkpoint in {files.out}")
+            by_clock = f"in {config.save_minutes:g} minutes, or " if config.save_minutes else ""
+            next_step = min(done + config.save_every - done % config.save_every, config.steps)
+            if done < config.steps:
+                which = "next" if done else "first"
+                next_save = f"{by_clock}after step {next_step}"
+                self.say(f"run in {files.out}, {which} checkpoint {next_save}")
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""

@@ -47,6 +47,7 @@ from hybrid_engine.rl.rewards import (
     named_rewards,
     reward_violations,
 )
+from hybrid_engine.rl.run_checks import RunArguments, run_violations
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -166,6 +167,15 @@ class RunSettings:
                 passing_reward=run.evaluation.passing_reward,
             )
         return cls(engines, config, run, prompts, reward, evaluate)
+
+    def require_runnable(self, num_ranks: int) -> None:
+        """Raise ConfigError with everything that would end the run on so many ranks later."""
+        arguments = RunArguments.of(
+            self.prompts, self.reward, self.config, {}, evaluate=self.evaluate
+        )
+        violations = run_violations(self.engines, arguments, num_ranks, Path(self.run.out))
+        if violations:
+            raise ConfigError(violations)
 
     def train(self) -> list[Row]:
         """Train, or go on; see `train`."""

@@ -351,6 +351,8 @@ class HttpServer(Server):
             cause = system_error_behind(error)
             problem = clipped(str(cause.strerror if cause else error))
             problem = problem or f"no whole response within {seconds} s"
+            if isinstance(cause, ConnectionRefusedError):
+                problem += ": start the server, and wait until GET /health answers"
             raise ServerError(f"{where}: {problem}", code="request-failed") from None
 
 

@@ -638,10 +638,8 @@ def _problems(record: Internal, names: Sequence[str]) -> Iterator[str]:
     try:
         loaded = record.load()
     except (ImportError, AttributeError) as error:
-        is_third_party = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(
-            ("vllm", "torch")
-        )
-        if is_third_party:
+        lacks_module = isinstance(error, ModuleNotFoundError)
+        if lacks_module and not str(error.name).startswith(("vllm", "torch")):
             # The package may not be needed on this machine.
             logger.warning("%s was not looked up: %s", record.target, error)
             return
@@ -694,8 +692,7 @@ def core_of(llm: Any) -> Any:
 
 
 def worker_of(llm: Any) -> Any:
-    executor = core_of(llm).model_executor
-    return executor.driver_worker.worker
+    return core_of(llm).model_executor.driver_worker.worker
 
 
 def model_runner_of(llm: Any) -> Any:

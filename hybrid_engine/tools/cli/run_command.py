@@ -91,6 +91,8 @@ def start_ranks(arguments: Sequence[str]) -> None:
         how = f"ended with exit status {status}"
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
+            if status == -signal.SIGKILL:
+                how += ", often by the system for lack of memory (dmesg)"
             status = 128 - status
         typer.echo(f"rank {rank} {how}", err=True)
         raise typer.Exit(status) from None

@@ -73,6 +73,7 @@ def train(
 
         with refusing():
             settings = RunSettings.read(files[0], overrides, ranks)
+            settings.require_runnable(ranks)
             _show_prompt(settings)
         plan(words, ranks)
     start_ranks(["--nproc-per-node", str(ranks), "-m", "hybrid_engine", "train", *words])

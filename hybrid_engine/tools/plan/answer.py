@@ -260,10 +260,14 @@ def _nbytes_by_rank(side: SideLayout, names: Collection[str]) -> np.ndarray:
 LEFT_OUT = ("CUDA context", "communicators", "workspaces of libraries", "captured graphs")
 """Uses of device memory that the peak does not include."""
 _WHEN = {"train": "while training", "switch": "at the switch", "generate": "while vLLM generates"}
-_LARGER_VLLM = "use a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
+_LARGER_VLLM = (
+    "use a larger infer_tensor_parallel_size, infer_pipeline_parallel_size or (of experts) "
+    "infer_expert_parallel_size"
+)
 _LARGER_MEGATRON = (
     "use more ranks, a larger tensor_model_parallel_size, pipeline_model_parallel_size or (of "
-    "experts) expert_model_parallel_size, or recompute_granularity: full"
+    "experts) expert_model_parallel_size, or recompute_granularity: full with recompute_method: "
+    "uniform and recompute_num_layers: 1"
 )
 _PHASES = {"train": "training"}
 """Phase -> its name in `plan --json`, if different."""

@@ -76,7 +76,10 @@ def output_of(launcher: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("what", "status", "line"),
-    [("exit", 3, "ended with exit status 3"), ("kill", 137, "was killed by SIGKILL")],
+    [
+        ("exit", 3, "ended with exit status 3"),
+        ("kill", 137, "was killed by SIGKILL, often by the system for lack of memory (dmesg)"),
+    ],
 )
 def test_first_failed_rank(program: Path, what: str, status: int, line: str) -> None:
     launcher = start("--nproc-per-node", 2, program, what, program.parent)
