@@ -94,7 +94,7 @@ def load_config(
     the cache.
 
     Args:
-        source: path of a YAML file, or a mapping with the same content.
+        source: path of a YAML file, or a mapping with the same content, or a model's directory.
         world_size: number of ranks; default: WORLD_SIZE of the environment, which torchrun sets.
         weights_only, own_loop: see `broken_rules`.
         own_weights: the caller provides the weights, so the model's directory needs none.
@@ -106,9 +106,11 @@ def load_config(
         ConfigError: with every violation. Unknown keys and wrong values are reported first,
             because layouts depend on them; then all impossible layouts and missing weights.
     """
+    file = None
     if isinstance(source, Mapping):
-        file = None
         values = source
+    elif Path(source).is_dir():
+        values = {"model": str(source)}
     else:
         file = str(source)
         values = read_yaml(source, "configuration")
