@@ -11,7 +11,7 @@ from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.config.job_rules import critic_of, memory_plan, require_room
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.table import VALUE_HEAD
-from tests.harness.errors import has_violations
+from tests.harness.errors import has_violations, violated
 from tests.harness.values import Values
 from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
 from tests.hybrid_engine.models.small_configs import small_config
@@ -157,5 +157,5 @@ def test_a_budget_needs_planned_memory(dense: Path, tmp_path: Path, changes: Val
     model = write_config(tmp_path / name, small_config(name)) if name else dense
     config = HybridConfig(model=model, device_budget_gib=1, **changes)
     assert [violation.key for violation in find_violations(config, 2, own_loop=True)] == ["device_budget_gib"]
-    with pytest.raises(ConfigError, check=has_violations(("device_budget_gib", "not-planned"))):
+    with violated(ConfigError, ("device_budget_gib", "not-planned")):
         memory_plan(config, 2)

@@ -19,7 +19,7 @@ from hybrid_engine.errors import ConfigError, shortened
 from hybrid_engine.files.documents import MAX_YAML_NBYTES, apply_overrides, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.engines import ReshardingOptions
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.harness.launch import REPO_ROOT
 
 LONGEST_MESSAGE = 4000
@@ -141,7 +141,7 @@ def test_yaml_is_read_as_by_pyyaml(tmp_path: Path) -> None:
     path.write_text('{"a": 1}', encoding="utf-8-sig")
     assert read_yaml(path, "key") == read_json(path, "key", "") == {"a": 1}
     path.write_text('a: {"": 1, "": 2}')
-    with pytest.raises(ConfigError, check=has_violations(("key", "not-yaml"))):
+    with violated(ConfigError, ("key", "not-yaml")):
         read_yaml(path, "key")
     path.write_text('{"a": 1, "a": 1}')  # duplicate keys with equal values
     assert read_json(path, "key", "") == {"a": 1}

@@ -20,7 +20,7 @@ from hybrid_engine.files.durable import (
     sync,
     write_text,
 )
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.kills import kill_at_every_step
 from tests.harness.small_disks import file_size_limit
 
@@ -74,8 +74,8 @@ def test_memory_errors_are_not_blamed_on_the_file(tmp_path: Path) -> None:
 
 
 def test_a_handled_system_error_is_not_the_cause(tmp_path: Path) -> None:
-    damaged = has_code("file-failed", "damaged", "ValueError: no number")
-    with pytest.raises(FileError, check=damaged), naming("reading", tmp_path, "Write it again"):
+    damaged = refused(FileError, "file-failed", "damaged", "ValueError: no number")
+    with damaged, naming("reading", tmp_path, "Write it again"):
         try:
             (tmp_path / "optional").read_text()
         except FileNotFoundError:
@@ -85,7 +85,7 @@ def test_a_handled_system_error_is_not_the_cause(tmp_path: Path) -> None:
 def test_exceeding_a_limit_keeps_the_old_text(tmp_path: Path) -> None:
     path = tmp_path / "text"
     write_text(path, "old")
-    with file_size_limit(1000), pytest.raises(FileError, check=has_code("file-failed", f"writing {path}", "too large")):
+    with file_size_limit(1000), refused(FileError, "file-failed", f"writing {path}", "too large"):
         write_text(path, "x" * 2000)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -94,7 +94,7 @@ def test_exceeding_a_limit_keeps_the_old_text(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_the_old_text(small_disk: Path) -> None:
     path = small_disk / "text"
     write_text(path, "old")
-    with pytest.raises(FileError, check=has_code("file-failed", f"writing {path}", f"MB free on {small_disk}")):
+    with refused(FileError, "file-failed", f"writing {path}", f"MB free on {small_disk}"):
         write_text(path, "x" * 4 * MIB)
     assert path.read_text() == "old"
     assert list(small_disk.iterdir()) == [path]
@@ -103,8 +103,8 @@ def test_a_full_disk_keeps_the_old_text(small_disk: Path) -> None:
 def test_a_full_disk_during_torch_save_is_reported(small_disk: Path) -> None:
     """torch's message is "unexpected pos 704 vs 598"."""
     path = small_disk / "rank0000.pt"
-    full = has_code("file-failed", f"writing the checkpoint {path}", "no space left", "0.0 MB free")
-    with pytest.raises(FileError, check=full), naming("writing the checkpoint", path), path.open("wb") as file:
+    full = refused(FileError, "file-failed", f"writing the checkpoint {path}", "no space left", "0.0 MB free")
+    with full, naming("writing the checkpoint", path), path.open("wb") as file:
         torch.save({"a": torch.zeros(MIB)}, file)
 
 
@@ -128,7 +128,7 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "1\n2\n3\n"
     with (
         file_size_limit(10),
-        pytest.raises(FileError, check=has_code("file-failed", f"appending to {path}", "too large")),
+        refused(FileError, "file-failed", f"appending to {path}", "too large"),
     ):
         append_text(path, "4\n" * 10)
     assert path.read_text() == "1\n2\n3\n"

@@ -15,7 +15,7 @@ from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, FileError, Violation
 from hybrid_engine.files.hub import HubSnapshot, find_model
 from hybrid_engine.files.model_files import INDEX, SINGLE, weight_files
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": "{}", "tokenizer_config.json": "{}", "README.md": "#", SINGLE: "weights", "extra.bin": "?"}
@@ -137,7 +137,7 @@ def test_cached_models_are_used_without_a_network(hub: Path, monkeypatch: pytest
     assert find_model("org/single") == find_model("org/single", "main") == directory
     snapshot = HubSnapshot.at(directory)
     assert snapshot is not None
-    with pytest.raises(ConfigError, check=has_violations(("model", "not-in-cache"))):
+    with violated(ConfigError, ("model", "not-in-cache")):
         snapshot.download()
     assert "run `hf download org/other`" in refusal("org/other").remedy
 
@@ -151,7 +151,7 @@ def test_refusals_of_the_hub_have_a_remedy(hub: Path) -> None:
     assert "v9" in violation.problem
     pickled = HubSnapshot.at(find_model("org/pickled"))
     assert pickled is not None
-    with pytest.raises(ConfigError, check=has_violations(("model", "no-weights"))):
+    with violated(ConfigError, ("model", "no-weights")):
         pickled.download()
 
 
@@ -206,13 +206,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 def test_invalid_weights_are_refused(tmp_path: Path, name: str) -> None:
     file, text, code = REFUSED[name]
     (tmp_path / file).write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with violated(ConfigError, ("model", code)):
         weight_files(tmp_path, "model")
-    (violation,) = caught.value.findings
-    assert (violation.key, violation.code) == ("model", code)
 
 
 def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map": {')
-    with pytest.raises(FileError, check=has_code("file-failed", str(tmp_path / INDEX))):
+    with refused(FileError, "file-failed", str(tmp_path / INDEX)):
         weight_files(tmp_path)

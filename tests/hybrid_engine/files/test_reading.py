@@ -12,7 +12,7 @@ import pytest
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.model_files import CONFIG, INDEX, companions_digest, weight_files
 from hybrid_engine.files.reading import open_regular, read_regular
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 
 
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_an_irregular_file_is_refused_without_waiting(tmp_path: Path, kind: str)
 def test_an_index_with_odd_names_is_refused_shortly(tmp_path: Path) -> None:
     for name in ("x" * 5000, "\ud800"):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
-        with pytest.raises(ConfigError, check=has_violations(("path", "missing-files"))) as caught:
+        with violated(ConfigError, ("path", "missing-files")) as caught:
             weight_files(tmp_path)
         assert len(str(caught.value)) < 600
 

@@ -24,7 +24,7 @@ from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard, differences
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LATENT, LayoutCase, layout_cases, regions_by_tensor
 
 
@@ -121,7 +121,7 @@ def test_invalid_sizes_are_refused() -> None:
         inference_side(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8))
     keys = [violation.key for violation in caught.value.findings]
     assert sorted(set(keys)) == ["expert", "pipeline", "rank_order", "tensor"], caught.value
-    with pytest.raises(ConfigError, check=has_violations(("pipeline", "below-1"))):
+    with violated(ConfigError, ("pipeline", "below-1")):
         inference_side(table_for(DENSE), InferenceParallelism(8, pipeline=0))
 
 

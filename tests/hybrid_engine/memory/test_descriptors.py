@@ -25,7 +25,7 @@ from hybrid_engine.memory.descriptors import fetch
 from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor
 from hybrid_engine.memory.host_pages import PAGE, BufferHandle, libc, map_pages
 from hybrid_engine.messages import decode, encode
-from tests.harness.errors import has_code
+from tests.harness.errors import has_code, refused
 from tests.harness.namespaces import enter_a_process_namespace
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
@@ -180,7 +180,7 @@ def test_a_killed_or_stopped_owner_is_an_error(number: int, code: str, monkeypat
     os.close(fetch(address, [token])[0])  # works while the owner runs
     os.kill(owner, number)
     os.waitid(os.P_PID, owner, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(TransportError, check=has_code(code, address)):
+    with refused(TransportError, code, address):
         fetch(address, [token])
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
@@ -239,7 +239,7 @@ def test_a_buffer_closed_while_it_is_sent_is_still_the_right_file(
     ids=str,
 )
 def test_a_handle_outside_its_file_is_refused(handle: BufferHandle, values: dict[str, object]) -> None:
-    with pytest.raises(MessageError, check=has_code("malformed-handle")):
+    with refused(MessageError, "malformed-handle"):
         replace(handle, **values)
     fields = [values.get(name, getattr(handle, name)) for name in BufferHandle.__struct_fields__]
     with pytest.raises(MessageError):
@@ -248,7 +248,7 @@ def test_a_handle_outside_its_file_is_refused(handle: BufferHandle, values: dict
 
 def test_a_file_with_another_size_is_not_mapped(handle: BufferHandle) -> None:
     for nbytes in (40, 2 * PAGE, 2**40):
-        with pytest.raises(TransportError, check=has_code("wrong-file-size", str(PAGE), str(nbytes))):
+        with refused(TransportError, "wrong-file-size", str(PAGE), str(nbytes)):
             map_pages(replace(handle, file_nbytes=nbytes))
 
 

@@ -37,7 +37,7 @@ from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports import pull
 from hybrid_engine.transports.pull import SharedMemoryTransport
 from megatron_patches.optimizers import OptimizerTensor, _BufferPlace
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 from tests.software_gpu.device import GARBAGE, GRANULE, NOT_SUPPORTED, failing, limit, mapped, virtual_memory
@@ -78,7 +78,7 @@ def test_optimizer_state_is_gathered_with_one_spare_chunk(rig: Rig):
     state = optimizer_state(rig, 6)
     home = _BufferPlace()
     limit(7 * CHUNK)  # six chunks are in use
-    with pytest.raises(DeviceMemoryError, check=has_code("driver-call-failed", "OUT_OF_MEMORY")):
+    with refused(DeviceMemoryError, "driver-call-failed", "OUT_OF_MEMORY"):
         home.adopt(state, "", on_device(allocate_elastic), lambda flat, stop: None)
     home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
     (flat,) = home.flats
@@ -92,7 +92,7 @@ def test_gathering_continues_after_out_of_memory(rig: Rig):
     home = _BufferPlace()
     kept = [moment.tensor.view(-1) for moment in state]  # views keep the old memory
     limit(5 * CHUNK)
-    with pytest.raises(DeviceMemoryError, check=has_code("driver-call-failed", "OUT_OF_MEMORY")):
+    with refused(DeviceMemoryError, "driver-call-failed", "OUT_OF_MEMORY"):
         home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
     assert [float(moment.tensor[0]) for moment in state] == [0, 1, 2, 3]
     limit(8 * CHUNK)
@@ -187,7 +187,7 @@ def test_memory_is_freed_with_the_last_tensor(rig: Rig):
     buffer.close()
     buffer.close()
     for action in (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes):
-        with pytest.raises(StateError, check=has_code("buffer-is-closed")):
+        with refused(StateError, "buffer-is-closed"):
             action(buffer)
     del buffer
     gc.collect()
@@ -202,8 +202,8 @@ def test_restore_without_enough_memory_can_be_continued(rig: Rig):
     buffer.export()
     buffer.release()
     other = rig.buffer(2 * CHUNK)
-    refused = has_code("driver-call-failed", "cuMemCreate(131072, 0)", "device 0", "OUT_OF_MEMORY")
-    with pytest.raises(DeviceMemoryError, check=refused) as failure:
+    values = ("cuMemCreate(131072, 0)", "device 0", "OUT_OF_MEMORY")
+    with refused(DeviceMemoryError, "driver-call-failed", *values) as failure:
         buffer.restore()
     assert failure.value.is_out_of_memory
     del failure  # the traceback keeps the buffer alive
@@ -222,8 +222,7 @@ def test_a_failed_driver_call_leaves_the_chunk_released(rig: Rig, call: str):
     buffer.export()
     buffer.release()
     code = "cannot-export" if call == "cuMemExportToShareableHandle" else "driver-call-failed"
-    refused = has_code(code, call, "NOT_SUPPORTED")
-    with failing(call, error=NOT_SUPPORTED), pytest.raises(DeviceMemoryError, check=refused):
+    with failing(call, error=NOT_SUPPORTED), refused(DeviceMemoryError, code, call, "NOT_SUPPORTED"):
         buffer.restore()
     assert buffer.resident_nbytes() == virtual_memory().nbytes == 0
     buffer.restore()
@@ -244,12 +243,12 @@ def test_a_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     for start, stop in [(0, CHUNK), (CHUNK, CHUNK + 1)]:
         with pytest.raises(ValueError, match=f"{CHUNK - 100}"):
             handle.chunks([Extent(start, stop)])
-    with pytest.raises(StateError, check=has_code("already-mapped")), peer.mapped(), peer.mapped():
+    with refused(StateError, "already-mapped"), peer.mapped(), peer.mapped():
         pass
     assert mapped() == own_mappings
     peer.close()
     peer.close()
-    with pytest.raises(StateError, check=has_code("peer-is-closed")), peer.mapped():
+    with refused(StateError, "peer-is-closed"), peer.mapped():
         pass
     del flat
 
@@ -276,7 +275,7 @@ def test_restored_chunks_are_read_by_peers(rig: Rig):
         with peer.mapped() as flat:
             assert bool((flat == value).all())
         buffer.release(CHUNK)
-        with pytest.raises(TransportError, check=has_code("chunks-are-released", "[1, 2]")), peer.mapped():
+        with refused(TransportError, "chunks-are-released", "[1, 2]"), peer.mapped():
             pass
         with peer.mapped([0]) as flat:
             assert bool((flat[:CHUNK] == value).all())
@@ -290,7 +289,7 @@ def test_release_while_a_peer_reads_is_an_error_at_the_peer(rig: Rig, comes_back
     buffer.tensor.fill_(1)
     peer = open_peer(buffer.export())
     with (
-        pytest.raises(TransportError, check=has_code("chunks-are-released")),
+        refused(TransportError, "chunks-are-released"),
         peer.mapped() as flat,
     ):
         buffer.release()
@@ -305,9 +304,9 @@ def test_closed_buffer_cannot_be_read(rig: Rig):
     handle = buffer.export()
     peer = open_peer(buffer.export())
     buffer.close()
-    with pytest.raises(TransportError, check=has_code("chunks-are-released", "[0]")), peer.mapped():
+    with refused(TransportError, "chunks-are-released", "[0]"), peer.mapped():
         pass
-    with pytest.raises(TransportError, check=has_code("owner-is-gone", handle.table.address)):
+    with refused(TransportError, "owner-is-gone", handle.table.address):
         open_peer(handle)
 
 
@@ -321,7 +320,7 @@ def test_a_chunk_released_before_its_descriptor_is_fetched_is_an_error(rig: Rig,
         return fetch(*arguments)
 
     monkeypatch.setattr(device_pages, "fetch", release_and_fetch)
-    with pytest.raises(TransportError, check=has_code("owner-is-gone", "released")), peer.mapped():
+    with refused(TransportError, "owner-is-gone", "released"), peer.mapped():
         pass
 
 
@@ -403,5 +402,5 @@ def test_a_handle_outside_its_range_is_refused(rig: Rig):
         "table": (replace(handle.table, numel=2), replace(handle.table, dtype="uint8")),
     }.items():
         for value in values:
-            with pytest.raises(MessageError, check=has_code("malformed-handle")):
+            with refused(MessageError, "malformed-handle"):
                 replace(handle, **{name: value})

@@ -15,7 +15,7 @@ from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
 from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
 from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.memory.pool import AddressRange, Pool, share_out
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 from tests.software_gpu.device import GRANULE, failing, mapped, virtual_memory
 
@@ -123,12 +123,12 @@ def test_both_sides_use_the_memory_in_turn(sides: Sides):
             weights.wake()
         sides.weights.fill_(value)
         assert bool((sides.params.tensor == value - 1).all()), "parameters stay until they are read"
-        with pytest.raises(StateError, check=has_code("memory-in-use", "inference")):
+        with refused(StateError, "memory-in-use", "inference"):
             sides.grads.restore()
         cache.wake()
         assert sorted(cache.pending)[0][0] == sides.segments[1].address + GRANULE
         assert cache.pending.nbytes == 4 * GRANULE
-        with pytest.raises(StateError, check=has_code("memory-in-use", "training")):
+        with refused(StateError, "memory-in-use", "training"):
             pool.take_rest()
         cache.sleep()
         assert touchable(sides) == [False, True]
@@ -172,7 +172,7 @@ def test_peers_keep_shared_memory_mapped(sides: Sides):
         pass
     for value in (5, 6):
         sides.params.release()
-        with pytest.raises(TransportError, check=has_code("chunks-are-released")), peer.mapped():
+        with refused(TransportError, "chunks-are-released"), peer.mapped():
             pass
         cache.wake()
         cache.sleep()

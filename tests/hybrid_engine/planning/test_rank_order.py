@@ -23,7 +23,7 @@ from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import Holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import subtract_all, union
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_cases
 
 
@@ -132,5 +132,5 @@ def test_auto_order_requires_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", import_all_but_scipy)
-    with pytest.raises(DependencyError, check=has_code("scipy-is-missing")):
+    with refused(DependencyError, "scipy-is-missing"):
         rank_order("auto", holdings, holdings, "ab", 1)

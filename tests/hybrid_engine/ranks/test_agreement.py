@@ -106,12 +106,12 @@ def test_errors_of_the_engine_are_not_wrapped(alone: Agreement, error: Exception
 
 def test_foreign_errors_become_reshard_errors_on_the_failing_rank(alone: Agreement):
     cause = MemoryError("no memory for 3 GB")
-    foreign = has_code("unexpected-error", "prepare", "MemoryError: no memory for 3 GB")
-    with pytest.raises(ReshardError, check=foreign) as failure, alone.phase("prepare"):
+    expected = ("unexpected-error", "prepare", "MemoryError: no memory for 3 GB")
+    with refused(ReshardError, *expected) as failure, alone.phase("prepare"):
         raise cause
     assert not isinstance(failure.value, RemoteError)
     assert failure.value.__cause__ is cause
-    with pytest.raises(GenerationError, check=foreign), alone.phase("prepare", kind=GenerationError):
+    with refused(GenerationError, *expected), alone.phase("prepare", kind=GenerationError):
         raise cause
     with alone.phase("afterwards"):
         pass
@@ -138,8 +138,7 @@ def test_an_error_of_a_signal_handler_in_a_collective_is_named(
         raise kind("time is up")
 
     monkeypatch.setattr(alone._tree, "maximum", interrupted)
-    lost = has_code("ranks-parted", f"commit: {kind.__name__}: time is up")
-    with pytest.raises(LostRankError, check=lost) as caught:
+    with refused(LostRankError, "ranks-parted", f"commit: {kind.__name__}: time is up") as caught:
         alone.conclude("commit")
     assert isinstance(caught.value.__cause__, kind)
     with refused(StateError, "ranks-parted"):

@@ -17,7 +17,7 @@ from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State, SwitchContexts, call_hook
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig
 
@@ -69,7 +69,7 @@ def test_a_failed_start_can_be_repeated(unstarted: Rig, call: str):
     unstarted.manager.start()
     unstarted.assert_is(TRAIN)
     unstarted.manager.close()
-    with pytest.raises(StateError, check=has_code("switch-is-closed")):
+    with refused(StateError, "switch-is-closed"):
         unstarted.manager.start()
 
 
@@ -90,7 +90,7 @@ def test_a_closed_manager_refuses_to_switch(rig: Rig):
     rig.manager.close()
     rig.manager.close()
     for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN)):
-        with pytest.raises(StateError, check=has_code("switch-is-closed")):
+        with refused(StateError, "switch-is-closed"):
             call()
 
 
@@ -136,7 +136,7 @@ def test_optimizer_state_comes_back_behind_training(rig: Rig, late_copies: LateC
     assert len(late_copies.under_way) == 2
     if ends == "a step":
         late_copies.errors = [OSError("bus")]
-        with pytest.raises(OffloadError, check=has_code("onload-failed", "bus")):
+        with refused(OffloadError, "onload-failed", "bus"):
             rig.training.step()
         assert rig.manager.state is TRAIN
         rig.offloader.wait()
@@ -301,8 +301,7 @@ def test_entering_the_current_state_is_not_a_switch(rig: Rig, state: State):
 def test_a_nested_context_of_another_state_is_refused(rig: Rig, outer: State, inner: State):
     with rig.manager.entered(outer):
         rig.script.take()
-        refused = has_code("nested-contexts", inner.context, outer.context)
-        with pytest.raises(StateError, check=refused), rig.manager.entered(inner):
+        with refused(StateError, "nested-contexts", inner.context, outer.context), rig.manager.entered(inner):
             raise AssertionError("inside")
         assert rig.script.take() == []
         rig.assert_is(outer)
@@ -320,7 +319,7 @@ def test_an_idle_context_inside_another_frees_the_device(rig: Rig, outer: State)
         with rig.manager.entered(State.IDLE):
             rig.assert_is(State.IDLE)
             with (
-                pytest.raises(StateError, check=has_code("nested-contexts", outer.context)),
+                refused(StateError, "nested-contexts", outer.context),
                 rig.manager.entered(outer),
             ):
                 raise AssertionError("inside")

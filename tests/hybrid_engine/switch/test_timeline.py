@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_engine.errors import ConfigError, ReshardError
 from hybrid_engine.tracing import Recording, check_path, path_of_rank, sorted_events
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, TRAIN, Rig
 
 
@@ -79,8 +79,7 @@ def test_a_lost_file_ends_the_trace_not_the_job(job: None, tmp_path: Path, caplo
 
 @pytest.mark.parametrize("path", ["", "missing/trace.json"])
 def test_a_path_that_cannot_be_written_is_refused(job: None, tmp_path: Path, path: str) -> None:
-    with pytest.raises(ConfigError, check=has_violations(("generate_config.trace", "not-writable"))) as caught:
+    with violated(ConfigError, ("generate_config.trace", "not-writable")):
         check_path(tmp_path / path)
-    assert len(caught.value.findings) == 1
     with pytest.raises(ConfigError, match=r"generate_config\.trace"):
         Rig(trace=tmp_path / path)

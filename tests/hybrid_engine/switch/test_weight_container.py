@@ -21,7 +21,7 @@ from hybrid_engine.switch.report import costs_of_all
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.router import TransportSet
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.switch.fakes import FakeInference, Script
 from tests.hybrid_engine.transports.in_process import InProcessTransport
@@ -138,16 +138,16 @@ def test_cycles_and_idempotent_release():
         fill(container, source_of(0))
         assert_filled(weights)
         assert container.kept() == set(weights.tensors)
-        with pytest.raises(StateError, check=has_code("fill-without-begin")):
+        with refused(StateError, "fill-without-begin"):
             container.fill({})
-        with pytest.raises(StateError, check=has_code("container-not-empty", "filled")):
+        with refused(StateError, "container-not-empty", "filled"):
             fill(container, source_of(0))
         container.release()
         container.release()
         assert container.state is ContainerState.EMPTY
         assert not weights.in_force
     assert weights.script.calls.count("release") == 3
-    with pytest.raises(StateError, check=has_code("group-not-kept", "group2")):
+    with refused(StateError, "group-not-kept", "group2"):
         container.begin({1})
 
 
@@ -192,7 +192,7 @@ def test_a_follower_is_called_before_a_bucket_is_in_force_and_its_errors_are_not
         fill(container, source_of(0), follower)
     assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
     assert [call.args[0].index for call in router.abandon.mock_calls] == [2]
-    with pytest.raises(StateError, check=has_code("container-not-empty", "partial")):
+    with refused(StateError, "container-not-empty", "partial"):
         fill(container, source_of(0))
     container.release()
     for where, call, phase in ((follower, "begin", "release"), (router, "run", "transfer")):
@@ -269,7 +269,7 @@ def test_a_dead_transport_prevents_no_other_notification():
     other.abandon = abandon
     router = TransportSet(0, [dead, other], lambda _: other.name)
     container = WeightContainer(weights, make_plan(), router)
-    with pytest.raises(ReshardError, check=has_code("fill-failed", "no memory for allocate")):
+    with refused(ReshardError, "fill-failed", "no memory for allocate"):
         fill(container, {})
     assert dead.abandoned == abandoned == [0, 1, 2]
 
@@ -281,7 +281,7 @@ def test_no_fill_follows_an_interrupt_of_the_notification() -> None:
     with pytest.raises(KeyboardInterrupt):
         fill(container, {})
     container.release()
-    with pytest.raises(StateError, check=has_code("interrupted-twice", "rank 0")):
+    with refused(StateError, "interrupted-twice", "rank 0"):
         container.begin()
 
 

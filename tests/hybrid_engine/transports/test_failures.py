@@ -23,7 +23,7 @@ from hybrid_engine.transports.router import (
     choose_transport,
     pulled_buffers,
 )
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.harness.launch import on_ranks
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 
@@ -197,10 +197,10 @@ def test_every_transfer_without_a_transport_is_reported():
     transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
     plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), (), "")
     key = "generate_config.transport"
-    with pytest.raises(ConfigError, check=has_violations(*[(key, "cannot-read")] * 2)) as failure:
+    with violated(ConfigError, *[(key, "cannot-read")] * 2) as failure:
         TransportSet.connect(TransportContext(0, SOURCE_BUFFERS, {}), "shared_memory").check(plan, set())
     across_hosts, not_exported = (violation.problem for violation in failure.value.findings)
     assert "rank=0" in across_hosts
     assert "rank=1" in not_exported
-    with pytest.raises(ConfigError, check=has_violations(*[(key, "no-transport")] * 2)):
+    with violated(ConfigError, *[(key, "no-transport")] * 2):
         TransportSet.connect(TransportContext(0, SOURCE_BUFFERS, {})).check(plan, set())
