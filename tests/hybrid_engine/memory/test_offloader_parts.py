@@ -17,7 +17,7 @@ from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.offload_items import Items, OffloadItem, Part, Storage
 from hybrid_engine.memory.offloader import Offloader
 from tests.harness.errors import refused
-from tests.hybrid_engine.memory.failing import fail
+from tests.hybrid_engine.memory.test_offloader import fail
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
