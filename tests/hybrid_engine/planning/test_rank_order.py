@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -124,13 +123,6 @@ def test_sequential_order_keeps_the_ranks() -> None:
 
 def test_auto_order_requires_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2))
-    real_import = builtins.__import__
-
-    def import_all_but_scipy(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("scipy"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", import_all_but_scipy)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with refused(DependencyError, "scipy-is-missing"):
         rank_order("auto", holdings, holdings, "ab", 1)
