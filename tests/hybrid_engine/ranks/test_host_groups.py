@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, PeerTransportError, StateError, TransportError
@@ -39,24 +38,6 @@ def joined() -> Iterator[Job]:
     with closing(join_job(dist.get_rank())) as job:
         yield job
         dist.barrier()
-
-
-@on_ranks(4)
-def test_a_maximum_over_a_host() -> None:
-    with joined() as job:
-        values = torch.tensor([job.rank, -job.rank])
-        mates = [mate for mate, host in enumerate(HOSTS) if host == HOSTS[job.rank]]
-        group = RankGroup(World.of_default_group(), HOSTS[job.rank], mates, LOST_SECONDS)
-        group.end_maximum(group.begin_maximum(values))
-        group.close()
-        assert values.tolist() == [[2, 0], [3, -1]][job.rank % 2]
-
-
-@on_ranks(4)
-def test_all_ranks_get_the_same_results() -> None:
-    with joined() as job:
-        assert job.agreement.any_of([job.rank == 3, job.rank == 1, False], "flags") == [True, True, False]
-        assert job.agreement.gather("x" * job.rank, str) == ["", "x", "xx", "xxx"]
 
 
 @on_ranks(4)
