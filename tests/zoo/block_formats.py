@@ -193,7 +193,10 @@ def publish(path: Path, quantization_config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def kernels_in_torch() -> Iterator[None]:
-    """Let vLLM compute with such weights on a CPU: it dequantises them, and activations stay in bf16."""
+    """Let vLLM compute with such weights on a CPU.
+
+    It dequantises them, and activations stay in bf16.
+    """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
@@ -254,7 +257,10 @@ def kernels_in_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def experts_in_torch() -> Iterator[None]:
-    """Let vLLM compute with experts in blocks on a CPU, whose kernels need AMX or a GPU; it dequantises them."""
+    """Let vLLM compute with experts in blocks on a CPU, whose kernels need AMX or a GPU.
+
+    It dequantises them.
+    """
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.quantization import fp8, modelopt

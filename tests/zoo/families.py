@@ -153,6 +153,26 @@ SERVED_VARIANTS: dict[str, tuple[str, Values]] = {
 """Families that vLLM serves, and variants that it shards differently: name -> (family, changes)."""
 
 
+TRAIN_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vocab": "make_vocab_size_divisible_by",
+    "layout": "pipeline_model_parallel_layout",
+}
+INFER_KEYS = {
+    "tp": "infer_tensor_parallel_size",
+    "pp": "infer_pipeline_parallel_size",
+    "ep": "infer_expert_parallel_size",
+}
+"""Parallel sizes by short name -> key of a section of the configuration."""
+
+
 def tiny_config(family: str, **changes: Any) -> Values:
     return FAMILIES[family].config({**SIZES, **FAMILIES[family].tiny}, changes)
 

@@ -129,7 +129,10 @@ def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def adamw(
     parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
-    """Return torch's AdamW with Megatron's betas; as in Megatron, norms and biases have no weight decay."""
+    """Return torch's AdamW with Megatron's betas.
+
+    As in Megatron, norms and biases have no weight decay.
+    """
     decayed = []
     others = []
     for parameter in parameters:
@@ -141,7 +144,9 @@ def adamw(
 def train_by_torch(
     parameters: Sequence[torch.nn.Parameter], loss_of: Callable[[], torch.Tensor], num_steps: int, **settings: float
 ) -> tuple[list[float], list[float]]:
-    """Train at learning rate 3e-3 with gradients clipped to norm 1; return losses and norms before clipping.
+    """Train at learning rate 3e-3 with gradients clipped to norm 1.
+
+    Returns losses, and norms before clipping.
 
     Args:
         settings: of `adamw`.

@@ -26,7 +26,10 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
 
 
 def settings(model: Any, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return settings with sizes for short tests, for `load_config` or, with a model object, `train`."""
+    """Return settings with sizes for short tests.
+
+    They are for `load_config` or, with a model object, `train`.
+    """
     return {
         "model": model,
         "actor_config": {
@@ -46,7 +49,7 @@ def settings(model: Any, actor: Mapping[str, Any], generate: Mapping[str, Any] |
 def configuration(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> HybridConfig:
-    """Return a configuration with `settings` and random weights; `more` are further top-level keys."""
+    """Return a configuration with `settings`, random weights and `more` top-level keys."""
     values = settings(str(model), {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, **actor}, generate)
     return load_config({"random_weights": True, **values, **more}, int(os.environ["WORLD_SIZE"]))
 

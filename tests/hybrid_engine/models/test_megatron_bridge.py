@@ -21,8 +21,7 @@ from hybrid_engine.tools.launching import run_ranks
 from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import small_config
-from tests.zoo.families import tiny_config, write_config
-from tests.zoo.sizes import TRAIN_KEYS
+from tests.zoo.families import TRAIN_KEYS, tiny_config, write_config
 
 INSTALL = (
     "pip install --no-deps --ignore-requires-python --target DIR megatron-core==0.19.2 megatron-bridge==0.6.2 "

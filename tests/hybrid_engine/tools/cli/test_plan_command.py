@@ -21,9 +21,8 @@ from tests.harness.values import Values
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.hybrid_engine.tools.programs import invoke, run_python
 from tests.zoo.block_formats import PUBLISHED_FP8
-from tests.zoo.families import write_config
+from tests.zoo.families import INFER_KEYS, TRAIN_KEYS, write_config
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
-from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
 KEYS = {
     **{name: f"actor_config.{key}" for name, key in TRAIN_KEYS.items()},

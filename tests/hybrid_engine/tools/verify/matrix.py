@@ -36,9 +36,8 @@ from hybrid_engine.tools.verify.verify import run_cases
 from tests.gpu.sizes import MEMORY_SHARE, is_software_gpu, sizes_of
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.verify import golden
-from tests.zoo.families import write_config
+from tests.zoo.families import INFER_KEYS, TRAIN_KEYS, write_config
 from tests.zoo.published_configs import PUBLISHED
-from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
 
 _TRAIN_FLAGS: dict[str, Values] = {
     "sp": {"sequence_parallel": True},

@@ -14,26 +14,20 @@ from hybrid_engine.models import table_for
 from hybrid_engine.tools.verify import certify, verify
 from hybrid_engine.tools.verify.cases import case_of
 from hybrid_engine.tools.verify.small_models import Divisors, reduced_config
-from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import run_python
+from tests.hybrid_engine.tools.verify.test_verify import kinds
 from tests.zoo.published_configs import PUBLISHED_VISION
 from tests.zoo.vision_models import SMALL_VISION, required_environment, write_vision_model
 
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
 
 
-def kinds(config: Values) -> set[str]:
-    """Return the names of a model's tensors, without their numbers."""
-    return {".".join("#" if part.isdigit() else part for part in name.split(".")) for name in table_for(config).shapes}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED_VISION)
 def test_small_models_keep_tensors_and_vocabulary_of_published_ones(name: str) -> None:
     published = PUBLISHED_VISION[name]
-    small = reduced_config(published, 4, Divisors((1, 2)))
-    table = table_for(small)
-    assert kinds(small) == kinds(published)
+    table = table_for(reduced_config(published, 4, Divisors((1, 2))))
+    assert kinds(table) == kinds(table_for(published))
     assert table.dims.num_layers == 4
     # The tokenizer and the processor have their tokens at the end of the vocabulary.
     assert table.dims.vocab_size == table_for(published).dims.vocab_size

@@ -14,6 +14,7 @@ import torch
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH, Case, case_of, values_to_verify
 from hybrid_engine.tools.verify.comparison import (
     LOGITS_ATOL,
@@ -29,8 +30,7 @@ from hybrid_engine.tools.verify.verify import _heads_refused_here
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo import published_configs
-from tests.zoo.families import write_config
-from tests.zoo.sizes import INFER_KEYS, TRAIN_KEYS
+from tests.zoo.families import INFER_KEYS, TRAIN_KEYS, write_config
 
 GOOD = Verdict(
     "case",
@@ -115,17 +115,13 @@ def test_small_models_keep_the_architecture(family: str) -> None:
     assert small.dims.num_mtp_layers == large.dims.num_mtp_layers
     assert small.dims.num_heads % 2 == 0
     assert small.rules != large.rules or small.shapes != large.shapes
-    kinds = [{_kind(name) for name in table.shapes} for table in (large, small)]
-    assert kinds[0] == kinds[1]
-    assert sum(map(_numel, small.shapes.values())) < 8e6
+    assert kinds(small) == kinds(large)
+    assert sum(map(math.prod, small.shapes.values())) < 8e6
 
 
-def _kind(name: str) -> str:
-    return ".".join("#" if part.isdigit() else part for part in name.split("."))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
+def kinds(table: ModelTable) -> set[str]:
+    """Return the names of a model's tensors, without their numbers."""
+    return {".".join("#" if part.isdigit() else part for part in name.split(".")) for name in table.shapes}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +207,7 @@ def test_small_models_satisfy_the_published_layouts(
     case = case_of("case", published, tmp_path / "small", ranks, *values_to_verify(config))
     small = table_for(json.loads((Path(case.model) / "config.json").read_text()))
     assert small.dims.num_layers == num_layers
-    assert sum(map(_numel, small.shapes.values())) < 8e7
+    assert sum(map(math.prod, small.shapes.values())) < 8e7
     reduced = case.config(ranks)
     expected = config.train_sizes(ranks)
     if isinstance(expected, TrainParallelism):
