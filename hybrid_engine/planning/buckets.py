@@ -17,89 +17,52 @@ weights that stay on the inference side during training.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.records.holdings import Holdings
 from hybrid_engine.records.layout import Extent, Shard
 from hybrid_engine.records.sides import Side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BytesByRank:
-    """Bytes on some ranks, as two int arrays of one length. Repeated ranks add up."""
-
-    ranks: np.ndarray
-    nbytes: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Need:
-    """Bytes that one tensor fills at its destinations and frees at its sources.
-
-    Attributes:
-        groups: destination groups (`Buffer.group`) that contain the tensor.
-        fills: destination bytes.
-        frees: source bytes.
-    """
-
-    groups: tuple[str, ...]
-    fills: BytesByRank
-    frees: BytesByRank
-
-
-@dataclass(frozen=True, slots=True)
 class Outline:
-    """A bucket without its transfers.
+    """A bucket without its transfers, or a part of one. Outlines add up.
 
     Attributes:
         tensors: canonical tensors in the bucket.
-        groups: destination groups that the bucket completes.
-        nbytes: largest number of bytes that any rank fills or frees.
+        groups: destination groups (`Buffer.group`) that contain the tensors.
+        moved: bytes that each rank fills and frees, int array [2, ranks].
     """
 
     tensors: tuple[str, ...]
     groups: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TransferCluster:
-    """Tensors that must share a bucket; bytes filled and freed are int arrays by rank."""
-
-    tensors: tuple[str, ...]
-    fills: np.ndarray
-    frees: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class _OpenBucket:
-    """A bucket that is not full yet; `moved`: bytes filled and freed, int array [2, ranks]."""
-
     moved: np.ndarray
-    tensors: list[str] = field(default_factory=list)
 
-    def outline(self, needs: Mapping[str, Need]) -> Outline:
-        groups: dict[str, None] = {}  # an ordered set
-        for tensor in self.tensors:
-            groups.update(dict.fromkeys(needs[tensor].groups))
-        return Outline(tuple(self.tensors), tuple(groups), int(self.moved.max()))
+    @property
+    def nbytes(self) -> int:
+        """Largest number of bytes that any rank fills or frees."""
+        return int(self.moved.max())
+
+    def __add__(self, other: Outline) -> Outline:
+        groups = dict.fromkeys((*self.groups, *other.groups))
+        return Outline((*self.tensors, *other.tensors), tuple(groups), self.moved + other.moved)
 
 
 def outline_buckets(
-    needs: Mapping[str, Need],
-    num_ranks: int,
+    clusters: Sequence[Outline],
     bucket_nbytes: int,
     frozen: Collection[str] = (),
 ) -> list[Outline]:
     """Return the buckets of all ranks.
 
     Args:
-        needs: bytes of every tensor, in the model's order. Tensors on the same ranks keep it.
-        num_ranks: size of the world.
+        clusters: tensors that must share a bucket, in the model's order. Clusters on the same ranks
+            keep it.
         bucket_nbytes: close a bucket once some rank fills or frees this many bytes in it.
         frozen: tensors that no training step changes. Clusters of only these share no bucket
             with other clusters.
@@ -108,24 +71,19 @@ def outline_buckets(
     outlines: list[Outline] = []
     # Both kinds keep an open bucket: with one, every change from trained to frozen tensors and back
     # would close a bucket early.
-    filling: dict[bool, _OpenBucket] = {}  # by whether the bucket's tensors are frozen
-    for cluster in _alternating(_clusters(needs, num_ranks)):
+    filling: dict[bool, Outline] = {}  # by whether the bucket's tensors are frozen
+    for cluster in _alternating(clusters):
         is_frozen = frozen.issuperset(cluster.tensors)
-        if is_frozen not in filling:
-            filling[is_frozen] = _OpenBucket(np.zeros((2, num_ranks), dtype=np.int64))
-        bucket = filling[is_frozen]
-        bucket.tensors.extend(cluster.tensors)
-        bucket.moved += np.stack([cluster.fills, cluster.frees])
+        bucket = filling[is_frozen] + cluster if is_frozen in filling else cluster
+        filling[is_frozen] = bucket
         # A cluster is never split, so a bucket exceeds the target by less than one cluster: with a
         # target of 100 and clusters of 60, buckets have 120.
-        if bucket.moved.max() >= bucket_nbytes:
-            del filling[is_frozen]
-            outlines.append(bucket.outline(needs))
-    outlines += [bucket.outline(needs) for bucket in filling.values()]
-    return outlines
+        if bucket.nbytes >= bucket_nbytes:
+            outlines.append(filling.pop(is_frozen))
+    return [*outlines, *filling.values()]
 
 
-def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferCluster]:
+def _alternating(clusters: Sequence[Outline]) -> Iterator[Outline]:
     """Yield clusters in an order that keeps the fullest rank as empty as possible.
 
     The fullness of a rank is the number of bytes by which its current contents exceed the larger
@@ -137,14 +95,13 @@ def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferClus
     for index, cluster in enumerate(clusters):
         # Two clusters with the same key differ in sizes only. Taking them in the model's order
         # loses little, and a step then compares a few queues, not all clusters that are left.
-        key = (cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes()
-        queues.setdefault(key, deque()).append(index)
+        queues.setdefault((cluster.moved > 0).tobytes(), deque()).append(index)
     if len(queues) == 1:
         yield from clusters
         return
-    gains = [cluster.fills - cluster.frees for cluster in clusters]
-    training = sum(cluster.frees for cluster in clusters)
-    inference = sum(cluster.fills for cluster in clusters)
+    gains = [cluster.moved[0] - cluster.moved[1] for cluster in clusters]
+    inference = sum(cluster.moved[0] for cluster in clusters)
+    training = sum(cluster.moved[1] for cluster in clusters)
     # Before the first bucket every rank holds exactly its training layout.
     # Zero or less: a rank of 10 GiB in training and 4 in inference starts at 0, one of 4 and 10
     # starts at -6, with 6 GiB to fill before it holds more than its larger layout.
@@ -167,11 +124,18 @@ def _alternating(clusters: Sequence[_TransferCluster]) -> Iterator[_TransferClus
         yield clusters[index]
 
 
-def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_TransferCluster]:
-    """Group tensors that share groups, directly or through others, in order of their first."""
+def clusters_of(source: Holdings, destination: Holdings) -> list[Outline]:
+    """Return the tensors that share groups, directly or through others, in order of their first.
+
+    The source holds every tensor of the destination, whose order is that of the plan.
+    """
+    groups = {
+        tensor: tuple(dict.fromkeys(placed.group for placed in destination.placed[tensor]))
+        for tensor in destination.owners
+    }
     # Union-find over the ordinals of tensors: each points to an earlier tensor of its cluster, the
     # first to itself. Paths are halved during a search, so that later searches are short.
-    parent = list(range(len(needs)))
+    parent = list(range(len(groups)))
 
     def root(ordinal: int) -> int:
         while parent[ordinal] != ordinal:
@@ -180,35 +144,23 @@ def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_TransferCluste
         return ordinal
 
     first_of_group: dict[str, int] = {}
-    for ordinal, need in enumerate(needs.values()):
-        for group in need.groups:
+    for ordinal, groups_of_tensor in enumerate(groups.values()):
+        for group in groups_of_tensor:
             # The earlier root becomes the parent, so that a root is the first tensor of its
             # cluster.
             ends = (root(ordinal), root(first_of_group.setdefault(group, ordinal)))
             parent[max(ends)] = min(ends)
     members: dict[int, list[str]] = {}
-    for ordinal, tensor in enumerate(needs):
+    for ordinal, tensor in enumerate(groups):
         members.setdefault(root(ordinal), []).append(tensor)
     return [
-        _TransferCluster(
+        Outline(
             tuple(tensors),
-            _summed([needs[tensor].fills for tensor in tensors], num_ranks),
-            _summed([needs[tensor].frees for tensor in tensors], num_ranks),
+            tuple(dict.fromkeys(group for tensor in tensors for group in groups[tensor])),
+            np.stack([side.nbytes_by_rank(tensors) for side in (destination, source)]),
         )
         for tensors in members.values()
     ]
-
-
-def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
-    """Return the bytes of all parts as one int array by rank."""
-    # The experts of a layer share few objects: count repeats instead of adding each.
-    counts = Counter(map(id, parts))
-    distinct = {id(part): part for part in parts}
-    # `parts` keeps the objects alive, so no id is used twice.
-    total = np.zeros(num_ranks, dtype=np.int64)
-    for part in distinct.values():
-        np.add.at(total, part.ranks, part.nbytes * counts[id(part)])
-    return total
 
 
 Releases = Mapping[str, tuple[Extent, ...]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
+from hybrid_engine.planning.buckets import Outline, clusters_of, outline_buckets
 from hybrid_engine.planning.coalescing import by_place, coalesce
 from hybrid_engine.planning.plan import (
     Bucket,
@@ -125,10 +125,9 @@ def plan_sides(
     planner = _Planner(source, destination, numbered, rank)
     for tensors in tensor_classes(source, destination):
         planner.add(tensors)
-    # After `tensor_classes`, which raises for a tensor without holders: `_needs` finds the source
-    # of every destination tensor.
-    needs = _needs(source, destination)
-    outlines = outline_buckets(needs, numbered.num_ranks, bucket_nbytes, frozen)
+    # After `tensor_classes`, which raises for a tensor without holders: `clusters_of` finds the
+    # source of every destination tensor.
+    outlines = outline_buckets(clusters_of(source, destination), bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
     buckets = tuple(
         planner.bucket(index, outline, relays) for index, outline in enumerate(outlines)
@@ -144,8 +143,7 @@ def frozen_tensors(
 ) -> frozenset[str]:
     """Return the tensors in `frozen` that have separate buckets in a plan of these sides."""
     frozen = frozenset(frozen)
-    num_ranks = destination.num_ranks
-    outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes, frozen)
+    outlines = outline_buckets(clusters_of(source, destination), bucket_nbytes, frozen)
     # A frozen tensor that shares a group with a trained one is sent with it in every switch.
     separate = (outline.tensors for outline in outlines if frozen.issuperset(outline.tensors))
     return frozenset().union(*separate)
@@ -160,8 +158,7 @@ def largest_bucket(
 
     The result exceeds `bucket_nbytes` if a group is larger, as all experts of a layer may be.
     """
-    num_ranks = destination.num_ranks
-    outlines = outline_buckets(_needs(source, destination), num_ranks, bucket_nbytes)
+    outlines = outline_buckets(clusters_of(source, destination), bucket_nbytes)
     return max((outline.nbytes for outline in outlines), default=0)
 
 
@@ -226,33 +223,6 @@ def _unread(source: Iterable[str], destination: Iterable[str]) -> tuple[str, ...
 def _unread_faults(unread: Iterable[str], may_stay_unread: Collection[str]) -> list[str]:
     unexpected = sorted(set(unread).difference(may_stay_unread))
     return [f"{name}: a training parameter that no inference rank reads" for name in unexpected]
-
-
-def _needs(source: Holdings, destination: Holdings) -> dict[str, Need]:
-    """Return the bytes of every tensor on both sides, in the plan's order."""
-    # Tensors with the same owners and dtype share one object, which `outline_buckets` counts once.
-    known: dict[tuple[int, str], BytesByRank] = {}
-
-    def bytes_of(holdings: Holdings, tensor: str) -> BytesByRank:
-        owners = holdings.owners[tensor]
-        dtype = holdings.dtypes[tensor]
-        key = (id(owners), dtype)
-        if key not in known:
-            ranks = [box.ranks for box in owners]
-            itemsize = DTYPE_NBYTES[dtype]
-            nbytes = [np.full(len(box.ranks), box.region.numel * itemsize) for box in owners]
-            known[key] = BytesByRank(np.concatenate(ranks), np.concatenate(nbytes))
-        return known[key]
-
-    needs = {}
-    for tensor in destination.owners:
-        groups = dict.fromkeys(placed.group for placed in destination.placed[tensor])
-        needs[tensor] = Need(
-            groups=tuple(groups),
-            fills=bytes_of(destination, tensor),
-            frees=bytes_of(source, tensor),
-        )
-    return needs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -224,12 +224,17 @@ class Holdings:
             for name, dtype in self.dtypes.items()
         )
 
-    def nbytes_by_rank(self) -> np.ndarray:
-        """Return the bytes that each rank holds, counting each place; int array by rank."""
+    def nbytes_by_rank(self, tensors: Iterable[str] | None = None) -> np.ndarray:
+        """Return the bytes that each rank holds, counting each place; int array by rank.
+
+        Args:
+            tensors: count these, which are held. Default: all that are held.
+        """
         # Sum the item sizes of tensors with the same owners, and visit their boxes once.
         itemsizes: dict[int, int] = {}
         distinct: dict[int, TensorOwners] = {}
-        for name, owners in self.owners.items():
+        for name in self.owners if tensors is None else tensors:
+            owners = self.owners[name]
             key = id(owners)
             itemsizes[key] = itemsizes.get(key, 0) + DTYPE_NBYTES[self.dtypes[name]]
             distinct[key] = owners

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -11,54 +10,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.planning.buckets import (
-    BytesByRank,
-    Need,
     Outline,
     Residency,
+    clusters_of,
     frozen_everywhere,
     outline_buckets,
     release_schedule,
 )
 from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.records.holdings import BoxOwners, Holdings, PlacedBoxes
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from tests.hybrid_engine.planning.cases import Case, cases, elements_of, plan
+from tests.hybrid_engine.planning.cases import Case, cases, elements_of, holdings_by_rank, plan
 
 
-def box(ranks: Iterable[int], nbytes: int) -> BytesByRank:
-    ranks = np.array(list(ranks))
-    return BytesByRank(ranks, np.full(len(ranks), nbytes))
-
-
-def pipeline(num_layers: int, stages: int, num_ranks: int, layer_nbytes: int) -> list[BytesByRank]:
-    """Return the holders of each layer, cut into as many slices as a stage has ranks."""
+def pipeline(num_layers: int, stages: int, num_ranks: int, layer_nbytes: int) -> np.ndarray:
+    """Return bytes [layers, ranks]; a layer has as many slices as a stage has ranks."""
     per_stage = num_ranks // stages
-    stages_of_layers = [layer * stages // num_layers for layer in range(num_layers)]
-    slice_nbytes = layer_nbytes // per_stage
-    return [box(range(s * per_stage, (s + 1) * per_stage), slice_nbytes) for s in stages_of_layers]
+    stage_of_layer = np.arange(num_layers) * stages // num_layers
+    stage_of_rank = np.arange(num_ranks) // per_stage
+    return (stage_of_layer[:, None] == stage_of_rank) * (layer_nbytes // per_stage)
 
 
-def layers(fills: list[BytesByRank], frees: list[BytesByRank]) -> dict[str, Need]:
-    pairs = zip(fills, frees, strict=True)
-    return {f"layer{n}": Need((f"group{n}",), fill, free) for n, (fill, free) in enumerate(pairs)}
+def layers(fills: np.ndarray, frees: np.ndarray) -> list[Outline]:
+    sides = np.stack([fills, frees], axis=1)
+    return [Outline((f"layer{n}",), (f"group{n}",), moved) for n, moved in enumerate(sides)]
 
 
-def peak_and_larger(needs: dict[str, Need], outlines: list[Outline], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each rank's peak bytes and the bytes of its larger layout.
+def peak_and_larger(clusters: list[Outline], outlines: list[Outline]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each rank's peak bytes and the bytes of its larger layout; one tensor per cluster.
 
     The source of a bucket is released once the bucket has been sent.
     """
-    filled, freed, peak = (np.zeros(num_ranks, dtype=int) for _ in range(3))
-    trained = np.zeros(num_ranks, dtype=int)
-    for need in needs.values():
-        np.add.at(trained, need.frees.ranks, need.frees.nbytes)
+    moved = {cluster.tensors[0]: cluster.moved for cluster in clusters}
+    _, trained = np.sum([cluster.moved for cluster in clusters], axis=0)
+    filled, freed, peak = np.zeros((3, len(trained)), dtype=int)
     for outline in outlines:
-        for tensor in outline.tensors:
-            np.add.at(filled, needs[tensor].fills.ranks, needs[tensor].fills.nbytes)
+        fills, frees = np.sum([moved[tensor] for tensor in outline.tensors], axis=0)
+        filled += fills
         peak = np.maximum(peak, trained - freed + filled)
-        for tensor in outline.tensors:
-            np.add.at(freed, needs[tensor].frees.ranks, needs[tensor].frees.nbytes)
+        freed += frees
     return np.maximum(peak, filled), np.maximum(trained, filled)
 
 
@@ -71,66 +63,71 @@ def test_no_rank_holds_more_than_the_larger_layout_and_one_layer(
     num_ranks = 8
     layer = 840 * 8
     inference = pipeline(32, infer_stages, num_ranks, copies * layer)
-    needs = layers(inference, pipeline(32, train_stages, num_ranks, layer))
-    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=1)
-    peak, larger = peak_and_larger(needs, outlines, num_ranks)
-    largest = max(int(side.nbytes.max()) for need in needs.values() for side in (need.fills, need.frees))
-    assert (peak <= larger + largest).all()
+    clusters = layers(inference, pipeline(32, train_stages, num_ranks, layer))
+    outlines = outline_buckets(clusters, bucket_nbytes=1)
+    peak, larger = peak_and_larger(clusters, outlines)
+    assert (peak <= larger + max(cluster.moved.max() for cluster in clusters)).all()
     assert len(outlines) == 32
 
 
 @pytest.mark.parametrize("sides", [(1, 10), (10, 1)])
 def test_filled_and_freed_bytes_both_close_a_bucket(sides: tuple[int, int]) -> None:
-    need = [box([0], nbytes) for nbytes in sides]
-    needs = {name: Need((name,), *need) for name in "ab"}
-    assert [outline.tensors for outline in outline_buckets(needs, 1, 10)] == [("a",), ("b",)]
+    clusters = [Outline((name,), (name,), np.array(sides)[:, None]) for name in "ab"]
+    assert [outline.tensors for outline in outline_buckets(clusters, 10)] == [("a",), ("b",)]
 
 
-needs_of_any_kind = st.lists(
-    st.tuples(
-        st.sets(st.integers(0, 4)),
-        st.dictionaries(st.integers(0, 3), st.integers(1, 9), max_size=4),
-        st.dictionaries(st.integers(0, 3), st.integers(1, 9), max_size=4),
-    ),
-    min_size=1,
-    max_size=12,
-)
+NAMES = st.sampled_from("abcdefghijkl")
+GROUPS = st.lists(st.sampled_from("vwxyz"), unique=True)
+BY_RANK = st.lists(st.integers(0, 9), min_size=4, max_size=4)
+Tensor = tuple[list[str], list[int], list[int]]
+"""Groups, and bytes filled and freed by rank."""
 
 
-@given(needs_of_any_kind, st.integers(1, 40), st.sets(st.integers(0, 11)))
+def holdings(tensors: dict[str, Tensor], side: int) -> Holdings:
+    owners: dict[str, tuple[BoxOwners, ...]] = {}
+    placed = {}
+    for name, (groups, *moved) in tensors.items():
+        held = ((rank, nbytes) for rank, nbytes in enumerate(moved[side]) if nbytes)
+        owners[name] = tuple(BoxOwners((0,), (nbytes,), np.array([rank])) for rank, nbytes in held)
+        placed[name] = tuple(PlacedBoxes((), {}, group) for group in groups)
+    return Holdings(4, {}, dict.fromkeys(owners, "uint8"), owners, placed)
+
+
+@given(st.dictionaries(NAMES, st.tuples(GROUPS, BY_RANK, BY_RANK), min_size=4), st.integers(1, 40), st.sets(NAMES))
 def test_buckets_contain_each_tensor_once_and_whole_groups(
-    drawn: list[tuple[set[int], dict[int, int], dict[int, int]]], size: int, frozen: set[int]
+    tensors: dict[str, Tensor], size: int, frozen: set[str]
 ) -> None:
-    def by_rank(side: dict[int, int]) -> BytesByRank:
-        return BytesByRank(np.array(list(side), dtype=int), np.array(list(side.values()), dtype=int))
-
-    needs = {}
-    for n, (groups, fills, frees) in enumerate(drawn):
-        names = tuple(f"g{group}" for group in sorted(groups)) or (f"own{n}",)
-        needs[f"t{n}"] = Need(names, by_rank(fills), by_rank(frees))
-    outlines = outline_buckets(needs, 4, size, {f"t{n}" for n in frozen})
-    assert sorted(tensor for outline in outlines for tensor in outline.tensors) == sorted(needs)
+    outlines = outline_buckets(clusters_of(holdings(tensors, 1), holdings(tensors, 0)), size, frozen)
+    assert sorted(tensor for outline in outlines for tensor in outline.tensors) == sorted(tensors)
     groups = [group for outline in outlines for group in outline.groups]
     assert len(groups) == len(set(groups))
     for outline in outlines:
-        filled, freed = np.zeros((2, 4), dtype=int)
-        for tensor in outline.tensors:
-            np.add.at(filled, needs[tensor].fills.ranks, needs[tensor].fills.nbytes)
-            np.add.at(freed, needs[tensor].frees.ranks, needs[tensor].frees.nbytes)
-        assert outline.nbytes == max(filled.max(), freed.max())
+        groups_of, *moved = zip(*(tensors[name] for name in outline.tensors), strict=True)
+        assert set(outline.groups) == set().union(*groups_of)
+        np.testing.assert_array_equal(outline.moved, np.sum(moved, axis=1))
+        assert outline.nbytes == np.sum(moved, axis=1).max()
         assert outline in outlines[-2:] or outline.nbytes >= size
+
+
+@given(cases())
+def test_bytes_of_buckets_add_up_to_both_layouts(case: Case) -> None:
+    layouts = (case.source, case.destination)
+    sides = [holdings_by_rank(layout, len(case.hosts)) for layout in layouts]
+    outlines = outline_buckets(clusters_of(*sides), case.bucket_nbytes)
+    moved = np.sum([outline.moved for outline in outlines], axis=0)
+    np.testing.assert_array_equal(moved[::-1], [side.nbytes_by_rank() for side in sides])
 
 
 def test_frozen_tensors_have_separate_buckets() -> None:
     """Half of the stages are frozen; other ranks fill those before they release anything."""
     num_ranks = 4
     layer = 4000
-    needs = layers(pipeline(32, 1, num_ranks, layer), pipeline(32, 4, num_ranks, layer))
+    clusters = layers(pipeline(32, 1, num_ranks, layer), pipeline(32, 4, num_ranks, layer))
     frozen = {f"layer{n}" for n in range(16)}
-    outlines = outline_buckets(needs, num_ranks, bucket_nbytes=2 * layer, frozen=frozen)
+    outlines = outline_buckets(clusters, bucket_nbytes=2 * layer, frozen=frozen)
     for outline in outlines:
         assert frozen.issuperset(outline.tensors) or frozen.isdisjoint(outline.tensors)
-    peak, larger = peak_and_larger(needs, outlines, num_ranks)
+    peak, larger = peak_and_larger(clusters, outlines)
     assert (peak <= larger + 2 * max(outline.nbytes for outline in outlines)).all()
 
 
