@@ -51,17 +51,18 @@ def test_a_release_takes_only_whole_pages_inside_and_restored_ones_are_zero(data
     buffer = ElasticBuffer(nbytes, torch.uint8)
     assert buffer.granularity == PAGE
     expected = torch.zeros(nbytes, dtype=torch.uint8)
+    ends = st.just(nbytes) | st.integers(0, nbytes)
     for number in range(1, data.draw(st.integers(2, 5))):
         buffer.tensor.fill_(number)
         expected.fill_(number)
-        start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
+        start, stop = sorted(data.draw(st.tuples(ends, ends)))
         buffer.release(start, stop)
         first, last = whole_pages(start, stop, nbytes)
         num_released = -(-last // PAGE) - first // PAGE
         assert buffer.resident_nbytes() == (-(-nbytes // PAGE) - num_released) * PAGE
         expected[first:last] = 0
         for _ in range(2):
-            buffer.restore(*sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes)))))
+            buffer.restore(*sorted(data.draw(st.tuples(ends, ends))))
         assert torch.equal(buffer.tensor, expected)
     buffer.close()
 
