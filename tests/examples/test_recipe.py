@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from hybrid_engine import Completion, load_config
 from hybrid_engine.rl.run_settings import RunSettings
-from hybrid_engine.tools.cli import app
 from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo.published_configs import QWEN2_5_0_5B
 from tests.zoo.tokenizers import save_characters
 
@@ -34,10 +33,8 @@ def test_the_configuration_is_valid(model: Path) -> None:
 
 
 def test_the_plan_receives_the_minimum_and_fits(model: Path) -> None:
-    arguments = [str(RECIPE), f"model={model}", "--ranks", "8", "--device-gib", "80", "--json"]
-    result = CliRunner().invoke(app, ["plan", *arguments])
-    assert result.exit_code == 0, result.output
-    plan = json.loads(result.stdout)
+    arguments = [RECIPE, f"model={model}", "--ranks", "8", "--device-gib", "80", "--json"]
+    plan = json.loads(invoke("plan", *arguments).stdout)
     assert plan["memory"]["device"]["fits"]
     assert plan["bytes"]["received"] == plan["bytes"]["least"]
     assert plan["model"]["served_bytes"] == 988_065_536  # 494 million parameters in bfloat16.

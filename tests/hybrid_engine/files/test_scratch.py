@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.tools.cli import app
 from hybrid_engine.tools.verify.reference import Reference
 from tests.harness.processes import is_running, wait_until
 from tests.hybrid_engine.tools.cli.test_plan_command import job
+from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import LLAMA_3_8B
 
@@ -87,7 +86,6 @@ def test_the_process_of_transformers_ends_with_its_parent() -> None:
 
 
 def test_more_processes_than_cores_are_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["verify", *job(write_config(tmp_path, LLAMA_3_8B), 99999)])
-    assert result.exit_code == 2
+    result = invoke("verify", *job(write_config(tmp_path, LLAMA_3_8B), 99999), status=2)
     assert f"on {len(os.sched_getaffinity(0))} cores" in result.output
     assert "--oversubscribe" in result.output
