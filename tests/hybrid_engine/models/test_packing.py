@@ -170,12 +170,6 @@ def test_a_part_that_does_not_fit_is_refused(part: str, message: str) -> None:
         part_of_tensor(part, (3, 5, 8))
 
 
-def test_names_are_filled_with_layer_and_expert() -> None:
-    packing = Split("layers.{layer}.experts.{expert}.w", dim=0, over=Over.EXPERT_TENSOR)
-    held = held_regions(packing, {"layer": 3, "expert": 7}, {"layers.3.experts.7.w": (4, 2)}, (2, 2), 1, 2)
-    assert [(part.region.tensor, part.region.offsets) for part in held] == [("layers.3.experts.7.w", (2, 0))]
-
-
 QKV = InterleavedQKV(Span("q"), Span("k"), Span("v"), num_groups=2, queries_per_group=2, head_dim=4)
 SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), "up": (6, 3)}
 
