@@ -19,7 +19,7 @@ from hybrid_engine.ranks.agreement import BUILD_TIMEOUT
 from hybrid_engine.ranks.groups import host_id
 from hybrid_engine.ranks.job import Job, _meet, default_backend, join_process_group, own_device
 from hybrid_engine.ranks.world import World, store_at
-from tests.harness.errors import has_violations, refused
+from tests.harness.errors import has_violations, refused, violated
 from tests.harness.launch import on_ranks
 
 
@@ -65,8 +65,8 @@ def test_an_nccl_group_is_created_in_the_default_world_only(job: None, monkeypat
     assert arguments == [([0], timedelta(seconds=60), "nccl")]
     assert num_groups() == before
     in_own_world = Job.join(30, world=World(dist.HashStore(), 0, 1))
-    not_default = has_violations(("generate_config.transport", "not-default-group"))
-    with pytest.raises(ConfigError, check=not_default), ExitStack() as owner:
+    not_default = violated(ConfigError, ("generate_config.transport", "not-default-group"))
+    with not_default, ExitStack() as owner:
         in_own_world.new_nccl_group(owner)
 
 
