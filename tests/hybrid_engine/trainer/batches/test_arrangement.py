@@ -84,33 +84,11 @@ def test_rows_of_a_pipeline_have_the_same_length() -> None:
     assert [part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU, same_length=True)] == [16, 16]
 
 
-def test_values_of_padding_are_zero() -> None:
-    rows = single_micro_batch(masked_batch("__ab", "cd__")).rows
-    values = torch.arange(1.0, 17.0).view(2, 4, 2)
-    assert rows.restore(values)[..., 0].tolist() == [[0, 0, 1, 3], [9, 11, 0, 0]]
-
-
-def test_gradients_reach_their_tokens() -> None:
-    values = torch.zeros(1, 4, requires_grad=True)
-    rows = single_micro_batch(masked_batch("_abc")).rows
-    (rows.restore(values) * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
-    assert values.grad.tolist() == [[2, 3, 4, 0]]
-
-
-@pytest.mark.parametrize("key", ["sequence_ids", "position_ids", "both"])
-def test_sequences_may_be_given_by_any_key(key: str) -> None:
-    ids = torch.tensor([[0, 7, 7, 3, 0, 5, 5, 5], [1, 1, 1, 1, 1, 2, 0, 0]])
-    batch = letter_batch("_abc_def", "ghijkl__")
-    if key == "sequence_ids":
-        batch["sequence_ids"] = ids
-    else:
-        batch["position_ids"] = positions_in(ids)
-    if key == "both":
-        batch["attention_mask"] = (ids > 0).long()
-    rows = single_micro_batch(batch).rows
-    assert rows.sequence_ids is not None
-    start = 1 if key != "position_ids" else 0  # without a mask the padding counts as a sequence
-    assert rows.position_ids[0].tolist()[: 8 - start] == positions_in(ids)[0].tolist()[start:]
+def test_sequences_may_be_given_by_positions_alone() -> None:
+    """Padding counts as a sequence then."""
+    positions = positions_in(torch.tensor([[0, 7, 7, 3, 0, 5, 5, 5], [1, 1, 1, 1, 1, 2, 0, 0]]))
+    rows = single_micro_batch({**letter_batch("_abc_def", "ghijkl__"), "position_ids": positions}).rows
+    assert rows.position_ids.equal(positions)
     assert text(rows.restore(rows.tokens)) == ["_abc_def", "ghijkl__"]
 
 
@@ -173,8 +151,9 @@ def test_random_rows_are_restored() -> None:
         rows = single_micro_batch({**batch, "temperature": batch["tokens"] + 0.5}).rows
         assert rows.temperature is not None
         assert torch.equal(rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0))
-        assert torch.equal(rows.restore(rows.tokens), batch["tokens"].where(ids > 0, 0))
-        assert torch.equal(rows.restore(rows.position_ids), positions_in(ids).where(ids > 0, 0))
+        computed = torch.stack([rows.tokens, rows.position_ids], -1)
+        expected = torch.stack([batch["tokens"], positions_in(ids)], -1)
+        assert torch.equal(rows.restore(computed), expected.where(ids[..., None] > 0, 0))
         counted = {"position_ids": positions_in(ids), "attention_mask": (ids > 0).long()}
         restored = sequence_ids_of(counted)
         assert restored is not None

@@ -73,7 +73,6 @@ def test_every_token_returns_to_its_row(batch: TensorDict, multiple_of: int) -> 
 @given(batches())
 def test_long_rows_come_first_and_few_are_needed(batch: TensorDict) -> None:
     packed = pack_rows(batch)
-    lengths = [place.length for place in packed.places]
     by_row = {}
     for place in packed.places:
         by_row[place.row] = by_row.get(place.row, 0) + place.length
@@ -81,7 +80,6 @@ def test_long_rows_come_first_and_few_are_needed(batch: TensorDict) -> None:
     # Two rows that together fit into one do not both exist.
     sums = sorted(total for total in by_row.values() if total)
     assert len(sums) < 2 or sums[0] + sums[1] > WIDTH
-    assert sum(lengths) == sum(by_row.values())
 
 
 def test_added_rows_shorten_the_others() -> None:
@@ -106,14 +104,6 @@ def refused() -> dict[str, tuple[Values, tuple[str, str]]]:
         "positions that do not count": (
             {"tokens": tokens, "position_ids": torch.tensor([[1, 2, 3, 4], [0, 1, 2, 3]])},
             ("position_ids", "positions-do-not-count"),
-        ),
-        "keys that disagree": (
-            {
-                "tokens": tokens,
-                "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
-                "sequence_ids": torch.ones(2, 4, dtype=torch.int64),
-            },
-            ("sequence_ids", "keys-disagree"),
         ),
         "a mask of another width": (
             {"tokens": tokens, "attention_mask": torch.ones(2, 3, dtype=torch.int64)},
