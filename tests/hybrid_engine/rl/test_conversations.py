@@ -159,7 +159,12 @@ BY_LINES = (
         (BY_LINES, "a\nuser: 1\nassistant: ", "\nuser: 1\nassistant: "),
     ],
 )
-def test_a_drawn_end_of_turn_is_not_repeated(tmp_path: Path, template: str, answer: str, expected: str) -> None:
+def test_a_drawn_end_of_turn_is_not_repeated(
+    tmp_path: Path,
+    template: str,
+    answer: str,
+    expected: str,
+) -> None:
     """Llama 2 has a space before its end token; a stop string can include the next role."""
     save_characters(tmp_path, template, eos_token=END)
     tokenizer = ModelTokenizer(str(tmp_path))
@@ -294,7 +299,10 @@ def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: i
 @pytest.mark.parametrize(
     "reply", [[7] * 2000, "x" * 2000, {"role": "user", "content": "x" * 2000}], ids=["token ids", "text", "messages"]
 )
-def test_a_reply_that_exceeds_the_model_ends_only_its_conversation(tokenizer: ModelTokenizer, reply: Any) -> None:
+def test_a_reply_that_exceeds_the_model_ends_only_its_conversation(
+    tokenizer: ModelTokenizer,
+    reply: Any,
+) -> None:
     def environment(prompt: Any) -> Callable[[Completion], Any]:
         return reply_times(prompt) if prompt["times"] else answered_by(reply)
 
@@ -333,13 +341,6 @@ def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer)
     assert theirs.max_tokens == 50, "the caller's object does not change"
 
 
-def test_texts_and_token_ids_are_appended_unchanged(tokenizer: ModelTokenizer) -> None:
-    (conversation,) = held(Engine(tokenizer), lambda _: answered_by("{c}", [7, 8]), [[5, 6]], max_tokens=30)
-    pairs = zip(conversation.token_ids, conversation.is_drawn, strict=True)
-    assert [token for token, drawn in pairs if not drawn] == [*tokenizer.encode(["{c}"])[0], 7, 8]
-    assert conversation.messages == ()
-
-
 def test_a_text_reply_extends_the_message_of_the_answer(tmp_path: Path) -> None:
     """A template that requires alternating roles then accepts later messages."""
     refusal = "{% if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('twice') }}{% endif %}"
@@ -364,7 +365,12 @@ HALF = json.loads('"half an emoji \\ud83d"')
         ([{"role": "user", "content": 5}], "invalid-prompt", "5"),
     ],
 )
-def test_a_prompt_that_is_no_text_is_named(tokenizer: ModelTokenizer, broken: Any, code: str, text: str) -> None:
+def test_a_prompt_that_is_no_text_is_named(
+    tokenizer: ModelTokenizer,
+    broken: Any,
+    code: str,
+    text: str,
+) -> None:
     fine = "fine" if isinstance(broken, str) else CHAT
     with pytest.raises(ArgumentError, check=has_violation("prompts[1]", code, text)):
         token_ids_of([fine, broken, fine], tokenizer)  # type: ignore[list-item]
@@ -451,7 +457,11 @@ def test_a_failed_environment_is_named(
 @pytest.mark.parametrize(
     ("reply", "code"), [(block, "event-loop-blocked"), (lambda _: time.sleep(3), "callback-timeout")]
 )
-def test_a_reply_that_takes_too_long_is_named(tokenizer: ModelTokenizer, reply: Any, code: str) -> None:
+def test_a_reply_that_takes_too_long_is_named(
+    tokenizer: ModelTokenizer,
+    reply: Any,
+    code: str,
+) -> None:
     engine = Engine(tokenizer)
     engine.job = SimpleNamespace(**{**vars(ALONE), "timeout_seconds": 1.0})
     started = time.monotonic()

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_engine import ActorHybridWorker, Completion
-from hybrid_engine.assembly import settings_of
+from hybrid_engine import Completion
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Row, RunFiles
 from tests.harness.launch import Ranks, on_engines
 from tests.harness.values import Values
-from tests.hybrid_engine.backends.fsdp.test_lora import peft_model
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
 from tests.hybrid_engine.rl.test_loop import rows_of
 from tests.zoo import workers
@@ -34,26 +31,12 @@ SETTINGS: Values = {
 KILLED_AFTER = 3
 RESUMED_AFTER = 2  # step of the last checkpoint before the kill
 MEGATRON = {"tensor_model_parallel_size": 2}
-FSDP2 = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
 TRAINERS: dict[str, Values] = {
-    "fsdp2": FSDP2,
+    "fsdp2": {"fsdp": {}, "make_vocab_size_divisible_by": 128},
     "megatron": MEGATRON,
     "megatron, in another layout": {"use_distributed_optimizer": False},
     "megatron-lora": {**MEGATRON, "lora": {"rank": 4}},
 }
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-@contextmanager
-def build_worker(trainer: str, model: Path) -> Iterator[ActorHybridWorker]:
-    """Build a worker; "fsdp2-lora" gets PEFT's model, because the configured one has no LoRA."""
-    if trainer != "fsdp2-lora":
-        with workers.build_worker(model, TRAINERS[trainer]) as worker:
-            yield worker
-        return
-    with ExitStack() as ends:
-        config, module = settings_of(workers.settings(peft_model(model, LORA), {}), ends)
-        yield ends.enter_context(ActorHybridWorker(config, module=module))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +59,7 @@ def run(
         drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs or ())))
         return sum(token % 2 for token in completion.token_ids) / 4
 
-    with build_worker(trainer, model) as worker:
+    with workers.build_worker(model, TRAINERS[trainer]) as worker:
 
         def copy_run(row: Row) -> None:
             if killed is not None and worker.rank == 0 and row["step"] == KILLED_AFTER:
@@ -93,9 +76,14 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
-    ["fsdp2", "fsdp2-lora", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
+    ["fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
 )
-def test_a_resumed_run_is_bit_identical(engines: Ranks, model: Path, tmp_path: Path, trainer: str) -> None:
+def test_a_resumed_run_is_bit_identical(
+    engines: Ranks,
+    model: Path,
+    tmp_path: Path,
+    trainer: str,
+) -> None:
     engines.launch(resume_bit_by_bit, 2, model, tmp_path, trainer)
 
 

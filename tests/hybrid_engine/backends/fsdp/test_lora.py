@@ -30,8 +30,7 @@ from tests.hybrid_engine.backends.vllm.asking import job
 from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo import sharded_models
-from tests.zoo.families import read_config, served_config, write_config
-from tests.zoo.megatron_models import whole_weights
+from tests.zoo.families import served_config
 from tests.zoo.tiny_models import read_canonical
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -153,7 +152,13 @@ def _whole_copy(path: Path, settings: Values, model: Any) -> Any:
     return whole
 
 
-def _compare(engine: Any, whole: Any, path: Path, delivery: Delivery, parameters: TensorDict) -> ReshardReport:
+def _compare(
+    engine: Any,
+    whole: Any,
+    path: Path,
+    delivery: Delivery,
+    parameters: TensorDict,
+) -> ReshardReport:
     """Switch; compare vLLM's weights with its own load, and its answers with transformers.
 
     Args:
@@ -220,14 +225,3 @@ def test_experts_may_be_sharded_along_any_dim(tmp_path: Path, family: str, dim: 
         base.save_pretrained(tmp_path)
     dist.barrier()
     torch.testing.assert_close(saved, read_canonical(tmp_path), atol=1e-6, rtol=0)
-
-
-def test_one_rank_merges_as_peft_and_refuses_other_adapters(job: None, tmp_path: Path) -> None:
-    path = write_config(tmp_path, served_config("llama", torch_dtype="float32"))
-    model: Any = sharded_models.shard(peft_model(path, MERGED))
-    with closing(ShardedModel(model, table_for(read_config(path)), 0)) as sharded:
-        sharded.weights.prepare()
-        expected = peft_model(path, MERGED).merge_and_unload().state_dict()
-        torch.testing.assert_close(whole_weights(sharded.weights), expected)
-        with model.disable_adapter(), refused(ReshardError, "adapters-changed"):
-            sharded.weights.prepare()

@@ -14,7 +14,6 @@ from hybrid_engine.backends.fsdp.adaptor import LoraDelivery, ModelReading, read
 from hybrid_engine.backends.fsdp.names import canonical_views
 from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora_tensors import a_name, b_name
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import refused, violations_of
 from tests.zoo import sharded_models
@@ -50,7 +49,10 @@ def compiled_layers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))])
-def test_names_are_read_through_torch_wrappers(tmp_path: Path, wrap: Callable[[torch.nn.Module], Any]) -> None:
+def test_names_are_read_through_torch_wrappers(
+    tmp_path: Path,
+    wrap: Callable[[torch.nn.Module], Any],
+) -> None:
     plain = model_of(tmp_path)
     parameters = plain.state_dict(keep_vars=True)
     expected = read(tmp_path, plain).packed
@@ -70,23 +72,6 @@ def test_weights_are_read_through_peft_wrappers(tmp_path: Path) -> None:
         plain_reading = read(tmp_path, model)
     assert plain_reading.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
     assert plain_reading.names.loras == ()
-
-
-def test_a_separate_adapter_carries_its_settings(tmp_path: Path) -> None:
-    model = with_lora(model_of(tmp_path), r=4, lora_alpha=6, rank_pattern={"o_proj": 2}, use_rslora=True)
-    lora = read(tmp_path, model, "adapter").lora
-    assert lora is not None
-    modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
-    settings = lora.settings
-    # Rank-stabilised scaling.
-    assert (settings.rank, settings.alpha, settings.largest_rank) == (4, 6 / 4**0.5 * 4, 4)
-    assert settings.ranks == dict.fromkeys(modules, 2)
-    assert settings.alphas == pytest.approx(dict.fromkeys(modules, 6 / 2**0.5 * 2))
-    assert settings.target_modules == tuple(
-        sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    )
-    assert lora.shapes[a_name("model.layers.1.self_attn.o_proj.weight")] == (2, 128)
-    assert lora.shapes[b_name("model.layers.1.self_attn.q_proj.weight")] == (128, 4)
 
 
 def lora_on(**settings: Any) -> Callable[[torch.nn.Module], Any]:
@@ -164,7 +149,10 @@ def test_unsupported_adapters_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_SEPARATE)
-def test_adapters_that_cannot_be_delivered_separately_are_refused(tmp_path: Path, name: str) -> None:
+def test_adapters_that_cannot_be_delivered_separately_are_refused(
+    tmp_path: Path,
+    name: str,
+) -> None:
     change, code, values = NOT_SEPARATE[name]
     model = change(model_of(tmp_path))
     with pytest.raises(ConfigError) as caught:
@@ -226,7 +214,10 @@ def test_a_model_of_another_config_is_refused_with_all_differences(tmp_path: Pat
     assert "model.layers.0.self_attn.q_proj.bias" in findings
 
 
-def test_a_tensor_computed_from_several_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_computed_from_several_parameters_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = model_of(tmp_path, "llama")
 
     # No conversion of transformers adds tensors yet.

@@ -35,7 +35,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def adamw(model: torch.nn.Module) -> Optimizers:
-    return [torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)]
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,6 @@ class Odd:
 
 def with_options(**options: Any) -> Callable[[Path], torch.nn.Module]:
     return lambda path: shard(from_config(path), **options)
-
-
-def frozen(path: Path) -> torch.nn.Module:
-    model = from_config(path)
-    model.model.embed_tokens.requires_grad_(False)
-    decoder_layers(model)[0].requires_grad_(False)
-    return shard(model)
 
 
 def checkpointed(path: Path) -> torch.nn.Module:
@@ -134,7 +127,6 @@ TWO_RANKS = {
     "kept after forward": Odd(with_options(reshard_after_forward=False), micro_batches=2),
     "computes in bfloat16": Odd(with_options(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "uneven, and fewer rows than ranks": Odd(config={"intermediate_size": 1, "vocab_size": 131}),
-    "frozen": Odd(frozen),
     "accumulated": Odd(micro_batches=3),
     "gradient checkpointing": Odd(checkpointed),
     # Computed again, a layer would append its keys to a cache that has them.
