@@ -75,6 +75,8 @@ class _HostAllocation:
                         f"page-locking {nbytes} bytes of host memory failed with CUDA error "
                         f"{code}. In a container its limit may be the reason (`ulimit -l`)"
                     )
+                # Callbacks run last in, first out: the page lock ends before
+                # the memory is unmapped.
                 resources.callback(_unregister, self.address, copier)
         except BaseException:
             end()
@@ -126,6 +128,7 @@ class Arena:
                     f"cannot allocate {nbytes} bytes of host memory: {error}",
                     code="no-host-memory",
                 ) from error
+            # Until the old allocation is dropped below, the host holds both.
             allocation.tensor()[: self.nbytes].copy_(self.memory)
             self._allocation = allocation
         self.nbytes = nbytes
@@ -202,6 +205,7 @@ class QueuedCopy:
 
     def seconds_after(self, reached: torch.cuda.Event | None) -> float:
         """Return the seconds from an event to the end of this copy, which is done; at least 0."""
+        # If the device has not reached the event by now, the copy ended before it: nothing waited.
         if reached is None or not self._events or not reached.query():
             return 0.0
         return max(0.0, float(reached.elapsed_time(self._events[1])) / 1000)

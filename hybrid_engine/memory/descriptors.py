@@ -36,6 +36,7 @@ MAX_DESCRIPTORS = 253
 """Maximum number of descriptors in a message: SCM_MAX_FD of Linux."""
 
 # Bytes of a request or a reply.
+# Up to 253 names of at most about 100 bytes are 25 KB (`HostMemory.token` and a serial number).
 _LIMIT = 2**16
 # Seconds that the owner waits for a request, and that the peer waits for a reply.
 _REQUEST_TIMEOUT = 10.0
@@ -94,6 +95,7 @@ class _DescriptorServer:
             ) from error
         self.end = weakref.finalize(self, _end, self.listener, directory)
         _servers.add(self)
+        # Neither thread nor finalizer refers to the server, which would then never end.
         thread = threading.Thread(
             target=_serve, args=(self.listener,), name="descriptors", daemon=True
         )
@@ -159,6 +161,7 @@ def _send(connection: socket.socket, names: Sequence[str]) -> None:
         )
         connection.send(refusal.encode())
     elif len(fds) < len(descriptors):
+        # Refused as a whole: the peer could not tell which of its names a shorter list belongs to.
         connection.send(
             b"the owner has released it since the handles were exchanged; exchange them again"
         )

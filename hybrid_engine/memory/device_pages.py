@@ -136,6 +136,7 @@ def chunk_nbytes_for(nbytes: int, granule: int, *, in_parts: bool = True) -> int
     With `in_parts`, parts of the buffer are released separately. See CHUNK_NBYTES.
     """
     # Every exported chunk costs its owner an open descriptor; larger buffers have larger chunks.
+    # With 253 chunks of 32 MiB a buffer has 7.9 GiB; one of 100 GiB has chunks of 406 MiB.
     most_chunks = MAX_DESCRIPTORS if in_parts else _LARGE_CHUNKS
     target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // most_chunks)))
     return round_up(target, granule)
@@ -312,6 +313,7 @@ class Chunks(_ChunkedRange):
 
     def late_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the byte ranges that inference uses only after its weights are filled, or never."""
+        # A chunk may hold several pieces, of which each must be late.
         for index, pieces in self._pieces.items():
             if all(piece.is_late for piece in pieces):
                 start = index * self._chunk_nbytes
@@ -325,6 +327,7 @@ class Chunks(_ChunkedRange):
         self._is_settled = True
         start = 0
         for nbytes, piece in pieces:
+            # Pieces and chunks have different sizes: a chunk collects all pieces that touch it.
             for index in self.within(start, start + nbytes):
                 self._pieces.setdefault(index, []).append(piece)
             start += nbytes
@@ -359,6 +362,8 @@ class Chunks(_ChunkedRange):
         if index in self._pieces:
             self._take(index)
             if self._table[index] != AWAY:
+                # Negative since `unmap`: the same memory, so peers that have
+                # it mapped may read it again.
                 self._table[index] = abs(self._table[index])
             elif self._is_exported:
                 self._publish(index)
@@ -407,6 +412,7 @@ class Chunks(_ChunkedRange):
         if right == self._right:
             return
         self._right = right
+        # Chunks 3 4 5 9 less their positions 0 1 2 3 are 3 3 3 6: equal numbers are one range.
         for _, run in groupby(enumerate(sorted(self._pieces)), lambda place: place[1] - place[0]):
             places = [self._place(index) for _, index in run]
             self.driver.permit(places[0][0], sum(nbytes for _, nbytes in places), right)
@@ -551,6 +557,7 @@ class DevicePeer(_ChunkedRange):
                 "the peer's buffer is mapped already; end that block first", code="already-mapped"
             )
         serials = self._table[chunks]
+        # Negative numbers are of a pool's chunks without contents (`Chunks.unmap`).
         away = [chunk for chunk, serial in zip(chunks, serials, strict=True) if serial <= AWAY]
         if away:
             raise TransportError(
@@ -572,6 +579,7 @@ class DevicePeer(_ChunkedRange):
             self._raise_if_changed(chunks, serials)
         finally:
             self._is_read = False
+            # Numbers of a pool are at least _SHARED, so its chunks stay mapped.
             self._clear(least=_SHARED)
 
     def trim(self) -> None:
@@ -597,6 +605,7 @@ class DevicePeer(_ChunkedRange):
         if self._is_closed:
             raise StateError("the peer is closed", code="peer-is-closed")
         pairs = zip(chunks, serials, strict=True)
+        # A chunk that joined or left a pool has another number than the one it was mapped under.
         missing = [(index, serial) for index, serial in pairs if self._mapped.get(index) != serial]
         if not missing:
             return

@@ -107,6 +107,8 @@ class ElasticBuffer:
         memory = self.memory
         granule = memory.granularity
         # Inwards: memory shared with a neighbouring range stays.
+        # With granules of 4,096 bytes, bytes 1,000 to 10,000 release 4,096 to
+        # 8,192 and restore 0 to 12,288.
         first = round_up(start, granule)
         last = memory.reserved_nbytes if stop == self.nbytes else stop // granule * granule
         if first < last:

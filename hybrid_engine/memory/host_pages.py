@@ -224,11 +224,14 @@ class HostMemory(_FileMapping):
     def release(self, first: int, last: int) -> None:
         """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
         if self._piece is not None:
+            # Inference borrows from the start of the file until all of it
+            # is back: a part frees nothing.
             if last - first < self.reserved_nbytes:
                 return
             self._piece.leave(self)
             # Whoever still touches it must not find the contents of inference.
             self._permit(_PROT_NONE)
+            # Pages of the loan stay for inference; only those behind it are freed.
             first = self.lent_nbytes
             if first == last:
                 return
@@ -243,6 +246,7 @@ class HostMemory(_FileMapping):
             assert self._piece is not None
             self._piece.take("training", self)
             self._permit(_PROT_READ | _PROT_WRITE)
+            # Lent pages hold inference's bytes. Those behind them were freed, and read as zeros.
             self.view(0, self.reserved_nbytes, torch.uint8)[: self.lent_nbytes].zero_()
 
     def lend(self, piece: PoolPiece) -> int:
@@ -257,6 +261,7 @@ class HostMemory(_FileMapping):
                 "memory of training still has contents of another engine: shut it down first",
                 code="memory-in-use",
             )
+        # Without a piece `release` frees all pages, where with one it keeps those of the loan.
         self._piece = None
         self.release(0, self.reserved_nbytes)
         self._piece = piece

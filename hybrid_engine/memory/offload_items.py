@@ -50,6 +50,7 @@ class Spans:
         if start >= stop:
             return start, start
         # First range that ends at `start` or later, and first range that begins after `stop`.
+        # To 0-4, 6-8 and 10-12, a range 4-10 touches all three (low 0, high 3): 0-12 is left.
         low = bisect_left(self._spans, start, key=_stop)
         high = bisect_right(self._spans, stop, key=_start)
         if low < high:
@@ -62,6 +63,8 @@ class Spans:
     def missing(self, start: int, stop: int) -> list[Span]:
         """Return the parts of [start, stop) that are in no range, in order."""
         gaps: list[Span] = []
+        # Ranges that end before `start` or begin after `stop` have no
+        # share: 5-9 without 6-8 is 5-6, 8-9.
         first = bisect_right(self._spans, start, key=_stop)
         end = bisect_left(self._spans, stop, key=_start)
         for span_start, span_stop in self._spans[first:end]:
@@ -134,6 +137,7 @@ class OffloadItem:
                 f"{self.owner}: kind {self.kind!r}, action {self.action!r}; "
                 f"kinds are {', '.join(KINDS)}, actions {', '.join(ACTIONS)}"
             )
+        # An owner that cannot forget a cache would keep its memory; state must never be forgotten.
         if (self.action == "rebuild") != (self.forget is not None):
             raise ValueError(
                 f"{self.owner}: action {self.action!r} and forget={self.forget}; "
@@ -533,6 +537,7 @@ def elastic_ranges(
 def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
     """Assign every new copied storage its previous place in the arena, or one after all others."""
     copied = [storage for storage in placed if storage.action == "copy"]
+    # By size too: a storage that has grown does not fit its old place.
     offsets = {(storage.key, storage.nbytes): storage.arena_offset for storage in copied}
     end = max((storage.arena_stop for storage in copied), default=0)
     for storage in new:

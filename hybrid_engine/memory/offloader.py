@@ -181,6 +181,7 @@ class Offloader:
             }
             if self._saves_ahead:
                 # Queue all copies first: they go on while memory is released.
+                # First what must leave now, then what may stay: copies of a direction end in order.
                 for storage, ranges in staying.items():
                     for start, stop in ranges.missing(0, storage.nbytes):
                         moved.copied_nbytes[storage.kind] += self._save(storage, start, stop)
@@ -198,6 +199,7 @@ class Offloader:
                     moved.nbytes[storage.kind] += self._release_saved(storage, start, stop)
         except Exception as error:
             self._undo(to_move, error)
+        # Late kinds have not left whole: what stays keeps its memory until a later offload.
         self._offloaded.update({kind: object() for kind in to_move.difference(late)})
         inventory.forget_caches(requested, moved)
         if not late:
@@ -271,6 +273,7 @@ class Offloader:
         begun: list[Kind] = []
         try:
             for kind in absent:
+                # A new token: what was true of the contents while they were away is no longer.
                 if kind in self._offloaded:
                     self._offloaded[kind] = object()
                 self._onload_kind(self._departed[kind], moved)
@@ -342,6 +345,7 @@ class Offloader:
             return
         with torch.DisableTorchFunctionSubclass():
             for tensor in {id(tensor): tensor for tensor in self._owner.guard.tensors()}.values():
+                # Of a DTensor, the storage that was offloaded is the local tensor's.
                 local = next(iter(wrapped_tensors(tensor).values()), tensor)
                 of_kind = departed.get(storage_id(local.untyped_storage()))
                 if of_kind is not None:
@@ -415,6 +419,7 @@ class Offloader:
             before = self._departed.get(kind, [])
             new = [storage for storage in fresh if storage.kind == kind]
             begun = [storage for storage in before if storage.has_begun_to_leave]
+            # With earlier parts in the arena, or without known contents, the copy begins anew.
             if begun or not reuse_places(new, self._unchanged.pop(kind, {})):
                 lay_out(before, new)
             departed[kind] = begun + new

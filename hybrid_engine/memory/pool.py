@@ -97,6 +97,7 @@ def share_out(
                 cuts.append(Cut(nbytes, chunk=chunk, range=number))
                 needs[number] -= unused.pop(chunk)
 
+    # False sorts first: the last ranges, then those that need memory early, then other late ones.
     order = sorted(enumerate(ranges), key=lambda item: (not item[1].is_last, item[1].is_late))
     for number, of in order:
         needs[number] = of.nbytes
@@ -236,6 +237,7 @@ class Pool:
         # They may have belonged to the pool of an earlier engine.
         for memory in self._memories:
             memory.leave_pool()
+        # Bytes and handles of chunks with contents: (memory, number, bytes, handle).
         chunks = [(memory, *chunk) for memory in lenders for chunk in memory.resident()]
         cuts = share_out(
             [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], ranges
@@ -245,6 +247,7 @@ class Pool:
         lent: list[tuple[Chunks, int, PoolPiece]] = []
         ends = [room.address for room in rooms]
         ends_of_ranges = [of.address for of in ranges]
+        # `handles` gives handles back in any case, `undo` unmaps only after a failure.
         with ExitStack() as handles, ExitStack() as undo:
 
             def map_at(address: int, nbytes: int, handle: Any) -> None:
@@ -255,6 +258,7 @@ class Pool:
                 piece = None
                 handle = None
                 if room is not None or chunk is not None:
+                    # What no range shares is never inference's, which counts as late.
                     piece = PoolPiece(number is None or ranges[number].is_late)
                 if room is not None and piece is not None:
                     handle = driver.create(nbytes)

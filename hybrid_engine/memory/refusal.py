@@ -88,15 +88,18 @@ def _checked_class(original: type, check: Callable[[], None]) -> type:
         named: Mapping[str, Any] | None = None,
     ) -> Any:
         is_name = function is Tensor.type and len(arguments) == 1 and not named
+        # `tensor.type()` returns the type's name; with an argument it converts the contents.
         if function not in _HARMLESS and not is_name:
             check()
         with torch.DisableTorchFunctionSubclass():
             return function(*arguments, **(named or {}))
 
+    # No slots of its own: only a class of the same layout can be assigned to `__class__`.
     members: dict[str, Any] = {"__slots__": (), "__torch_function__": classmethod(check_first)}
     for name in _OF_WRAPPERS:
         if hasattr(original, name):
             members[name] = _checked_method(getattr(original, name), check)
+    # `Parameter` has a metaclass, which its subclasses need as well.
     return type(original)(original.__name__, (original,), members)
 
 

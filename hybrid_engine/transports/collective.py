@@ -80,6 +80,8 @@ class _BucketMessages:
     def planned(self, moved: Transfer) -> Transfer:
         """Return the plan's transfer for `moved`, which starts or ends in a message instead."""
         # A packed transfer has the plan's source, an unpacked one the plan's destination.
+        # A tensor may have several transfers to one rank: the end that
+        # did not move tells them apart.
         return next(
             transfer
             for transfer in self.transfers
@@ -322,6 +324,7 @@ class CollectiveTransport(Transport):
         if self._deltas is not None:
             for part in memory:
                 # Deltas compare the padding, too.
+                # Pieces end up to 63 bytes before the message does.
                 part[-ALIGNMENT:].zero_()
         return list(map(StagedMessage, messages, memory))
 
@@ -331,6 +334,8 @@ class CollectiveTransport(Transport):
             deltas.decode(bucket, staged, header)
             if header.sent_nbytes < staged.contents.numel():
                 # The plan counts all bytes of the message, and all cross one link.
+                # Counted from the pieces, as the plan does: header and padding
+                # are in neither number.
                 pieces = staged.message.pieces
                 saved = sum(piece.nbytes for piece in pieces) - header.sent_nbytes
                 self._costs.nbytes_by_peer[self.name][staged.message.peer] -= saved
@@ -426,6 +431,7 @@ class CollectiveTransport(Transport):
         exchange = self._in_flight.pop(bucket, None)
         if exchange is None:
             exchange = self._launch(bucket, transfers, source, reason)
+        # From here on: a message that was started with the bucket before has the full time left.
         deadline = time.monotonic() + self._timeout
         self._wait(bucket, "transfer", exchange.posted, deadline)
         return replace(exchange, headers=read_headers(exchange.incoming))
@@ -524,6 +530,7 @@ def _begin(
     def batch_of(operation: tuple[bool, int, torch.Tensor]) -> int:
         # By the difference of destination and source, so both ends have a message in the same
         # batch. All post batches in ascending order, so none waits for a later one.
+        # From rank 3 to 40, 37 // 32 is batch 1 on both; from 40 to 3, -37 // 32 is batch -2.
         is_sent, peer, _ = operation
         return (peer - rank if is_sent else rank - peer) // _MAX_PEERS_PER_BATCH
 

@@ -182,6 +182,7 @@ class RelayBuffers:
             if buffer_id.rank == rank
         }
         # A buffer's group is the number of its bucket. Buffers of a bucket lie one after the other.
+        # Buffers of 700 and 100 bytes start at 0 and 1,024. Every bucket starts at 0 again.
         starts: dict[str, int] = {}
         ends: dict[str, int] = {}
         for name, buffer in local.items():

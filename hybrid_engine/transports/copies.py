@@ -85,6 +85,7 @@ class BatchedCopies:
                     _copy([transfer], sources, destinations)
                 except Exception as single_error:
                     raise CopyError(transfer, single_error) from single_error
+            # Alone each of them succeeds, so no transfer is at fault: the first stands for all.
             raise CopyError(self.transfers[0], error) from error
 
 
@@ -101,6 +102,7 @@ def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> Flats:
 def _copy(runs: Iterable[Transfer], sources: Flats, destinations: Flats) -> None:
     views = [views_of(run, sources, destinations) for run in runs]
     if views:
+        # (destinations, sources) of each run become one list of each side, for a single call.
         copy_each(*(list(chain.from_iterable(side)) for side in zip(*views, strict=True)))
 
 

@@ -24,6 +24,7 @@ from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
 # The fields of `Header`. The failure follows, padded with zeros.
+# 4 * 8 = 32 bytes, which leaves 480 for the failure.
 _HEADER = struct.Struct("<qqqq")
 ALIGNMENT = 64
 """Alignment of messages in memory, in bytes, and unit of their size."""
@@ -68,6 +69,8 @@ class Message:
             yield replace(piece.transfer, src=self._place_of(piece))
 
     def _place_of(self, piece: Piece) -> Place:
+        # Counted from the header, as `flats` views the whole message: 512 bytes
+        # are whole elements of any dtype.
         offset = piece.start // piece.dtype.itemsize
         strides = contiguous_strides(piece.transfer.lengths)
         return Place(self.flat_in(piece.dtype), offset, strides)

@@ -188,6 +188,7 @@ class TransportSet:
         failure = None
         if following is not None:
             failure = self._start(bucket, following, source)
+        # Local copies come first, and go on while the messages that `_start` posted are in flight.
         for name, transport in self._transports.items():
             # Every transport takes part, also without transfers: peers may wait for its messages.
             transfers = share.transfers.get(name, ())
@@ -289,6 +290,7 @@ class TransportSet:
             failure = failure or error
         for phase in (_ARRIVED, _READ):
             try:
+                # In _READ readers notify their relay ranks, which may then overwrite the buffer.
                 reason = self._notify(share, phase, "" if failure is None else str(failure))
                 if reason and failure is None:
                     failure = PeerTransportError(reason, code="peer-failed")

@@ -62,6 +62,7 @@ def origins_of(flats: Flats) -> Origins:
         offset = int(flat.storage_offset())
         itemsize = flat.element_size()
         number = numbers.setdefault(address - offset * itemsize, len(numbers))
+        # In bfloat16 an address of 8 bytes beyond a multiple of 16 has a shift of 4.
         shift = address % _WIDE_NBYTES // itemsize
         origins[buffer] = Origin(number, offset, flat.dtype, shift, flat.device)
     return origins
@@ -110,6 +111,7 @@ def views_of(
     if first >= 0:
         return [into], [strided(source, run.lengths, run.src)]
     # torch has no negative strides: from the last box, which is the lowest.
+    # Boxes at 20, 10 and 0 are a view from 0 with a step of 10, its boxes in reverse.
     start = run.src.offset + first * (run.lengths[0] - 1)
     lowest = Place(run.src.buffer, start, (-first, *strides))
     return into.unbind(), strided(source, run.lengths, lowest).unbind()[::-1]
@@ -129,6 +131,8 @@ def tiles_of(
     source_type, target_type = (_TYPES.get(dtype, f"int{8 * dtype.itemsize}") for dtype in dtypes)
     dims = list(zip(run.lengths, run.src.strides, run.dst.strides, strict=True))
     width = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    # Row 0 is there for the check only: all but counts of rows must be whole units. Of two shifts
+    # the bitwise or has a remainder if either has, as `pack` is a power of 2.
     others = (0, width, source.shift | target.shift)
     places = np.array([others, (width, run.src.offset, run.dst.offset), *dims])
     pack = _WIDE_NBYTES // max(dtype.itemsize for dtype in dtypes)
@@ -136,7 +140,11 @@ def tiles_of(
         pack = 1
     # A tile has rows of `columns` units, and as many rows as fit along the longest dim.
     units, *start = places[1] // pack
+    # The largest power of 2 in `units`, at most 8: rows of 24 units have 8 columns, of 20 have 4.
+    # What is wider becomes a further dim of strips.
     columns = min(units & -units, _COLUMNS)
+    # 1,000 rows of 16 units: dims of 1,000 rows and 2 strips. Rows are cut at 512, so there are 2 *
+    # 2 tiles, the later ones with 488 rows.
     steps = np.array([*(places[2:] // (1, pack, pack)), (units // columns, columns, columns)])
     longest = steps[:, 0].argmax()
     height, *distances = steps[longest]
