@@ -88,6 +88,8 @@ class Incremental:
                 spans.add(extent.start, extent.stop)
 
         unchanging = frozenset(frozen)
+        # What training changes counts as changed once before the first
+        # switch, so frozen buckets stay first.
         self._num_changes = [int(not unchanging.issuperset(bucket.tensors)) for bucket in buckets]
         self._delivered: Digests | None = None
         # Departure of the parameters from the device, and their digests before it.
@@ -145,6 +147,7 @@ class Incremental:
         num_buckets = len(self._buckets)
         skipped = set()
         for index in range(num_buckets):
+            # Of 3 buckets the flags are c0 c1 c2 g0 g1 g2, and bucket 1 has c1 and g1.
             is_changed, is_gone = of_buckets[index::num_buckets]
             self._num_changes[index] += is_changed
             if not is_changed and not is_gone:

@@ -124,6 +124,7 @@ class ReleaseFence:
         if self._only_allocates:
             self.finish()
         elif len(self._fences) > 1 and not self._is_apart:
+            # The fence just started goes on during the next bucket's transfer; the one before ends.
             self._end_next()
 
     def finish(self) -> None:
@@ -142,9 +143,11 @@ class ReleaseFence:
             )
             return
         if self._first_failed is None:
+            # This rank's own failure goes with the next fence that it starts.
             self._first_failed = len(self._fences)
         # The fence after the first failed one is the last in which any rank can observe the
         # failure.
+        # If fence 3 carries it, ranks may have started fence 4 before they end 3: 5 fences in all.
         num_expected = min(self._first_failed + 2, len(self._buckets))
         while len(self._fences) < num_expected:
             self._start(failed=True)

@@ -72,6 +72,8 @@ class Replicas:
         boxes = []
         for small, large in self._groups:
             num_rows = min(NUM_ROWS, len(large))
+            # Of 100 boxes the first switch compares row 0 of boxes 0 to 63; the second row 0 of 64
+            # to 99 and row 1 of 0 to 27.
             numbers = range(self._turn * num_rows, (self._turn + 1) * num_rows)
             rows = [row_of(large[number % len(large)], number // len(large)) for number in numbers]
             boxes.append(small + rows)
@@ -115,6 +117,7 @@ class Replicas:
 
 def row_of(box: Shard, number: int) -> Shard:
     """Return a row of a box, along its last dim; numbers cycle through all rows."""
+    # A box of one dim is a single row: the product of no sizes is 1.
     *sizes, length = box.region.lengths
     index = [*map(int, np.unravel_index(number % math.prod(sizes), sizes)), 0]
     offsets = tuple(map(sum, zip(box.region.offsets, index, strict=True)))

@@ -114,6 +114,7 @@ def gather_side(job: Job, weights: WeightAdaptor) -> Side:
 
     Collective. Raises ParameterMismatchError on the rank at fault.
     """
+    # A phase before the exchange: a rank without a layout must not leave the others waiting in it.
     with job.agreement.phase("layout"):
         layout = layout_messages(weights.layout())
     numbers, messages = job.agreement.share(layout, "exchange of layouts")
@@ -340,6 +341,7 @@ def _gather_handles(
     job: Job, exported: Mapping[BufferId, Handle], group: RankGroup
 ) -> dict[BufferId, Handle]:
     """Gather the handles of the ranks of this host. Collective."""
+    # As a phase of its own: a rank that cannot encode must not leave the others in the gather.
     with job.agreement.phase("exchange of handles"):
         message = encode({buffer_id.name: handle for buffer_id, handle in exported.items()})
     with job.agreement.phase("exchange of handles"):

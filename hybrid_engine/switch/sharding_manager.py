@@ -225,6 +225,7 @@ class ShardingManager(Switch):
             self._release_inference()
         self._resume_communicators()
         selection = self._fill_inference() if target is State.INFER else None
+        # A fill has done it in `prepare`, unless no parameters had to come back.
         if selection is None and before is State.TRAIN:
             self._finish_pending()
         wanted = self._resident(target)
@@ -302,6 +303,7 @@ class ShardingManager(Switch):
                     self._tally.counts["bytes_offloaded"] += fence.released_nbytes
                 self._note_peak()
                 work = int(sum(fill.seconds.values()) * 1e6)
+                # The end of the phase replaces it by the largest number of all ranks.
                 ballot.number = work * SLOWEST_RADIX + self.job.rank
 
         # A trainer without inference weights receives nothing: its report shows the sums of all
@@ -352,6 +354,8 @@ class ShardingManager(Switch):
                 torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info()
                 leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config)
+                # What will be free: this much now, what leaves, and what
+                # vLLM's share counts already.
                 free += sum(resident[kind] for kind in leaving) + self.inference.resident_nbytes()
                 room = free - self.config.share_of_device * total
             fitting = fitting_kinds(nbytes, room)
@@ -397,6 +401,7 @@ class ShardingManager(Switch):
             [not self._shares_memory, not is_whole], "late kinds"
         )
         if not waits:
+            # Gradients are dropped, so they have no copies that could go on behind generation.
             self._late_kinds = self._leaving - ({"grad", "param"} if in_buckets else {"grad"})
 
     def _leave(self) -> None:
@@ -498,6 +503,7 @@ class ShardingManager(Switch):
 
     def _restore(self, before: State, direction: str, error: Exception) -> None:
         """Recover from a failed switch: release inference weights, onload the state of `before`."""
+        # INFER needs weights that are released below, so it becomes IDLE.
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
         if not self._keeps_serving:
             self.has_written = True

@@ -71,6 +71,7 @@ class Verifier:
             # A rank that was interrupted in an earlier switch may be behind the others.
             first = max(self._job.agreement.gather(self._next, int, "sample"))
             num_names = len(names)
+            # Of 20 tensors, 16 to 19 and 0 to 3 follow 8 to 15; the next is 4.
             self._next = (first + NUM_SAMPLED) % num_names
             names = [names[(first + index) % num_names] for index in range(NUM_SAMPLED)]
         return Verification(self._regions, self._job, frozenset(names), self._compared)
@@ -185,11 +186,13 @@ class Verification:
 
         received = _rows_of(self._destination)
         received_keys = received[:, 0].contiguous()
+        # With keys 3 3 7 7 7, those of 7 are from 2 to before 5.
         first = torch.searchsorted(keys, received_keys)
         end = torch.searchsorted(keys, received_keys, right=True)
         # A region is correct if it equals any replica: differing replicas are reported separately.
         is_right = torch.zeros(len(received), dtype=torch.bool)
         num_replicas = int((end - first).max()) if len(received) else 0
+        # One replica of every region in a turn: a region has few, and a rank has many regions.
         for step in range(num_replicas):
             index = (first + step).clamp(max=len(keys) - 1)
             is_right |= (first + step < end) & (digests[index] == received[:, 1])
@@ -211,6 +214,7 @@ class Verification:
             digests: [N] digests.
             ranks: [N] ranks that train the regions.
         """
+        # If replicas of a region are not all equal, two neighbours differ.
         differ = (keys[1:] == keys[:-1]) & (digests[1:] != digests[:-1])
         different = {*keys[1:][differ].tolist()}
         named: set[str] = set()
@@ -308,6 +312,7 @@ class ValueRanges:
             served_type, trained_type = (getattr(torch, name) for name in (served_dtype, dtype))
             if not (served_type.is_floating_point and trained_type.is_floating_point):
                 continue
+            # Also bfloat16: it ends at 3.39e38, float32 at 3.40e38.
             if torch.finfo(served_type).max < torch.finfo(trained_type).max:
                 self._parts.append((shard, served_type))
 
