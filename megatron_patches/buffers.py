@@ -213,6 +213,7 @@ class _Redirected(TorchFunctionMode):
         kwargs = kwargs or {}
         # Only the flat tensors of a buffer have exactly `numel` elements, passed by position.
         if func is torch.zeros and args == (getattr(self._buffer, "numel", None),):
+            # Megatron passes the number of the current GPU.
             device = kwargs["device"]
             kind = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             return self._flat_tensor(kwargs["dtype"], kind)

@@ -282,6 +282,7 @@ def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
     """
     if version < 0:
         raise ValueError(f"weight version must be >= 0, got {version}")
+    # Version 100 after 3 steps in this process counts from 97.
     _first_versions[optimizer] = version - _steps_of(optimizer)
 
 
@@ -414,6 +415,7 @@ class _BufferPlace:
         for item in outside:
             slot = self.slots[_name(item, path)]
             flat = flats[slot.untyped_storage().data_ptr()]
+            # New slots have the order of the copies, so the memory grows by what is copied next.
             give_memory(flat, int(slot.storage_offset()) + slot.numel())
             slot.copy_(item.tensor.reshape(-1))
             item.tensor.data = slot.view(item.tensor.shape)
@@ -439,6 +441,7 @@ class _BufferPlace:
         for item in tensors:
             groups.setdefault((item.tensor.dtype, item.tensor.device), []).append(item)
         for (dtype, device), group in groups.items():
+            # float32: a step of 64 elements, so 100 elements take 128.
             step = _ALIGNMENT // dtype.itemsize
             sizes = [-(-item.tensor.numel() // step) * step for item in group]  # rounded up
             numel = sum(sizes)

@@ -141,6 +141,7 @@ def boxes_between(
         yield (0,) * len(lengths), lengths, first
         return
     # Along the largest stride, whole steps lie in the interval, and a part of one at either end.
+    # Rows of 4 at a step of 10 in [12, 30): row 2 is whole (low 2, high 3), row 1 has its last two.
     dim = max(range(len(lengths)), key=lambda dim: (lengths[dim] > 1, strides[dim]))
     step = strides[dim]
     rest = reach - (lengths[dim] - 1) * step

@@ -152,6 +152,8 @@ def param_scheduler(optimizer: Any, config: OptimizerConfig) -> OptimizerParamSc
         max_lr=config.lr,
         min_lr=schedule.min_lr,
         lr_warmup_steps=num_warmup_steps,
+        # megatron-core requires more steps than those of the warm-up,
+        # even if the rate stays constant.
         lr_decay_steps=schedule.lr_decay_steps or num_warmup_steps + 1,
         lr_decay_style=schedule.lr_decay_style,
         start_wd=start_wd,

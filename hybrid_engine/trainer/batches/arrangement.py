@@ -59,6 +59,7 @@ def sequence_ids_of(batch: Batch) -> torch.Tensor | None:
     if positions is None:
         return None if mask is None else mask.long()
     # positions restart at 0 in each sequence; padding may have any position
+    # 0 1 2 0 1 are sequences 1 1 1 2 2.
     is_first = positions == 0
     if mask is None:
         return is_first.cumsum(1)
@@ -78,6 +79,7 @@ def positions_in(sequence_ids: torch.Tensor) -> torch.Tensor:
     columns = torch.arange(sequence_ids.shape[1], device=sequence_ids.device)
     columns = columns.expand_as(sequence_ids)
     # the running maximum repeats the column of the last begin until the next one
+    # Ids 1 1 2 2 0 begin at 0, 2 and 4: starts 0 0 2 2 4, positions 0 1 0 1 0.
     starts = columns.where(begins_of(sequence_ids), 0).cummax(1).values
     return columns - starts
 
@@ -120,6 +122,7 @@ def sequence_faults(batch: Batch) -> Violations:
         )
         return
     # sorting a row joins the tokens of a sequence, so an interrupted one has fewer stretches then
+    # 1 2 1 has three stretches, sorted 1 1 2 has two.
     sorted_ids = sequence_ids.sort(1).values
     interrupted = _format_rows(_num_stretches(sequence_ids) != _num_stretches(sorted_ids))
     if interrupted:
@@ -232,6 +235,7 @@ class Rows:
     def has_tokens_after(self, num_tokens: int) -> torch.Tensor:
         """Return a mask [b, L] of the real tokens that `num_tokens` of their sequence follow."""
         ids = torch.ones_like(self.tokens) if self.ids is None else self.ids
+        # Ids 1 1 1 2 2 moved by one are 1 1 2 2 0: tokens 0, 1 and 3 have a token after them.
         later = pad(ids, (0, num_tokens))[:, num_tokens:]
         return (ids > 0) & (later == ids)
 
@@ -370,6 +374,7 @@ def _moved_rows(part: Batch, sequence_ids: torch.Tensor, length: int, *, is_pack
     # column of the first real token [b, 1]; 0 in a row of padding
     first = is_real.long().argmax(1, keepdim=True)
     # rotation to the left, and its inverse
+    # With 2 columns of padding in front of 3 tokens, sources are 2 3 4 0 1 and places 3 4 0 1 2.
     sources = (columns[:length] + first) % width
     places = (columns - first) % width
     moved_ids = sequence_ids.gather(1, sources)
@@ -411,6 +416,7 @@ def _length(sequence_ids: torch.Tensor, multiple: int) -> int:
     num_after = is_real.flip(1).argmax(1)
     # a row that is all padding counts as one token
     lengths = (width - num_before - num_after).where(is_real.any(1), 1)
+    # For 6 sequence parallel ranks a multiple of 24.
     step = math.lcm(multiple, _LENGTH_STEP)
     return min(width, round_up(int(lengths.max()), step))
 

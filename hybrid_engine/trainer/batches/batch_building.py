@@ -123,6 +123,7 @@ class Sample:
     def mask(self) -> torch.Tensor:
         """Mask [length] fp32, 1 where the label is a token that was sampled."""
         # labels are shifted by one, so the first token of the prompt is not a label
+        # 3 tokens p and 2 tokens c have labels p1 p2 c0 c1, of which the last two count.
         is_label_drawn = [False] * (self.prompt_length - 1) + list(self.is_drawn)
         return torch.tensor(is_label_drawn).float()
 

@@ -24,6 +24,7 @@ from hybrid_engine.layouts.parallelism import MAX_LOGIT_NBYTES
 
 def chunk_length(num_rows: int, num_logits: int) -> int:
     """Return the rows of a chunk, all of them if the logits of all rows are few enough."""
+    # `num_logits` are those of all rows, in 4 bytes each.
     return max(num_rows * MAX_LOGIT_NBYTES // (4 * num_logits), 1)
 
 
@@ -69,6 +70,7 @@ class ChunkProduct(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         total = None
         if ctx.needs_input_grad[1]:
+            # [V, n] @ [n, H], with all n tokens of the chunk.
             a = gradient.flatten(0, -2).t()
             b = hidden.flatten(0, -2)
             dtype = torch.promote_types(a.dtype, torch.float32)
@@ -76,5 +78,6 @@ class ChunkProduct(torch.autograd.Function):
             product = torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
             ctx.sums[0] = product.add_(ctx.sums[0])
             ctx.sums[1] -= 1
+            # Taken out of the list, which would keep the whole sum alive as long as the graph.
             total = None if ctx.sums[1] else ctx.sums.pop(0)
         return gradient @ weight, total, None

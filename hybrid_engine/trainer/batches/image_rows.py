@@ -40,6 +40,7 @@ class ImageRows:
 
     def joined(self, device: torch.device) -> TensorDict:
         """Return copies on `device` of all rows' tensors, each name's concatenated along dim 0."""
+        # Completions of one prompt share its tensors, which go to the device once.
         distinct = {id(tensor): tensor for row in self.rows for tensor in row.values()}
         copies = {key: tensor.to(device) for key, tensor in distinct.items()}
         return {

@@ -199,6 +199,7 @@ def pack_rows(
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
     places = _placed(lengths, size) or []
     num_used_rows = len({place.row for place in places})
+    # 5 rows with `multiple_of` 4 become 8.
     num_rows = max(1, -(-num_used_rows // multiple_of)) * multiple_of
     if num_rows > num_used_rows:
         # a micro batch is computed as long as its longest row, so sequences move to added rows
@@ -222,6 +223,7 @@ def pack_rows(
         packed[name] = column
     for name in _MEANS_OVER_ROWS:
         if name in packed:
+            # The mean over rows divides by `num_rows` where it divided by `num_sequences`.
             packed[name] = packed[name] * (num_rows / num_sequences)
     return PackedRows(packed, tuple(places), sources, width)
 
@@ -252,6 +254,7 @@ def _positions(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.tensor([place.row for place in slices], dtype=torch.int64)
     starts = torch.tensor([place.start for place in slices], dtype=torch.int64)
     # number of a token in its slice
+    # Lengths 3 and 2 start at 0 and 3: 0 1 2 3 4 less 0 0 0 3 3 is 0 1 2 0 1.
     offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
         lengths
     )

@@ -143,6 +143,7 @@ class FsdpTrainEngine:
             # a loss function without `outputs` gets the micro batch itself
             visible = {**part.batch, **further} if further else part.batch
             value, report = loss(visible, log_probs)
+            # The mean over micro batches; FSDP2 takes that over ranks.
             (value / len(parts)).backward()
             reports.append({name: scalar.float() for name, scalar in report.items()})
         loss.finish(self._device)

@@ -42,6 +42,7 @@ class FsdpState:
         for name, packed in weights.packed.items():
             views[packed.parameter][name] = packed.view
         tensors = weights.tensors.tensors
+        # Of names that share a tensor the first stays: reversed, it is written last.
         first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
         for name in first_names.values():
             shape = tuple(tensors[name].shape)

@@ -107,6 +107,7 @@ def _embedding_ranks(sizes: TrainParallelism) -> Callable[[list[int]], list[int]
     if not mtp_stages:
         return None
     # the layout lists virtual stages, which go round the ranks of the pipeline
+    # Of 4 virtual stages on 2 ranks, number 2 is on rank 0 of the pipeline.
     stage = mtp_stages[0] % sizes.pipeline
     return None if stage == sizes.pipeline - 1 else lambda ranks: [ranks[0], ranks[stage]]
 

@@ -98,6 +98,7 @@ class ModelInputs:
         """Return values [b, L, ...] as this rank's routers have tokens: [L, b, ...], flattened."""
         shaped = self.in_shape(rows, values)
         assert shaped is not None
+        # Without sequence parallelism there is one part, and every rank has it.
         parts = shaped.transpose(0, 1).chunk(self._num_parts)
         return parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)].flatten(0, 1)
 
@@ -116,6 +117,7 @@ def _packed_params(rows: Rows) -> PackedSeqParams:
     """Return the offsets of sequences in the joined rows; stretches of padding count as well."""
     assert rows.sequence_ids is not None
     # offsets in the row that joins all rows
+    # Rows 1 1 2 0 and 1 1 1 0 begin at 0 2 3 4 7 and end at 8.
     begins = begins_of(rows.sequence_ids).flatten().nonzero().flatten()
     offsets = torch.cat([begins, begins.new_tensor([rows.tokens.numel()])]).int()
     longest = int(offsets.diff().max())

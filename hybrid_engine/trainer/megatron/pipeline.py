@@ -176,6 +176,7 @@ class Pipeline:
             if successful:
                 # set, not counted: the optimizer of a fully frozen stage takes no step
                 set_weight_version(optimizer, version + 1)
+                # The step stands, and with it the biases that the backward pass has moved.
                 undo.pop_all()
         report = self._average(reports)
         # from 2**32 the scale can be halved 32 times

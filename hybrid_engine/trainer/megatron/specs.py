@@ -58,6 +58,7 @@ def layer_spec_for(
     them, but the checkpoint does not have them.
     """
     whole_model = LAYER_SPECS[table.layer_spec](table, config, transformer_engine)
+    # 4 positions with a no-op at 1: layers 0, none, 1, 2 of the checkpoint.
     layers = iter(whole_model.layer_specs)
     by_position = [
         _NOOP if position in noop_layers else next(layers) for position in range(config.num_layers)

@@ -109,8 +109,10 @@ class LogProbs(ModelOutput):
 
         def losses(labels: Any, call: Any) -> Any:
             hidden, weight = call
+            # [S, b], as hidden states [S, b, H] have their tokens: chunks are cut along S.
             inputs = [values.t() for values in (labels, temperature) if values is not None]
             num_rows = labels.shape[1]
+            # The weight's rows are this rank's part of the vocabulary.
             length = chunk_length(num_rows, labels.numel() * len(weight))
             replaced: Any = {}  # of the layer, if there are several chunks
             if length < num_rows:
@@ -140,6 +142,7 @@ class LogProbs(ModelOutput):
                 return whole_losses(labels.t(), logits).t(), *further.values()
 
             # MTP layers come before the decoder, so the last results are the decoder's
+            # From [S, b, ...] to [b * S, ...].
             loss, *self._further = (
                 value.transpose(0, 1).flatten(0, 1)
                 for value in score_in_chunks(score, [hidden, *inputs], length)
