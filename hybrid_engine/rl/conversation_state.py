@@ -197,6 +197,7 @@ class ConversationState:
 
     def replies_and_answers(self) -> list[Completion]:
         """Return the turns, whose prompts are the replies alone: the rest is in earlier turns."""
+        # Prompt p, answer a, reply r: the next turn's prompt is p a r, of which p and a are known.
         num_known = len(self.turns[0].prompt_token_ids)
         turns = []
         for turn in self.turns:

@@ -385,6 +385,7 @@ class Conversations:
         from hybrid_engine.backends.vllm import Completion
 
         kind = list[tuple[list[Completion], bool]]
+        # Where the ranks draw, each has added all answers in `_draw`.
         is_known = not self._inference.most_requests
         sent = [
             ([] if is_known else state.replies_and_answers(), state.is_cut)

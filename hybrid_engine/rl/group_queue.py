@@ -139,6 +139,7 @@ class GroupQueue:
         if are_listed(prompts):
             names, _ = self._prompts[number]
             numbers = randomness(self._arguments.config.seed, number, "other prompts")
+            # A sample of this size has at least `count` that the step does not have.
             size = min(len(prompts), len(names) + count)
             for index in numbers.sample(range(len(prompts)), size):
                 if index not in names:
@@ -160,6 +161,7 @@ class GroupQueue:
         version = self._worker.train.version
         # In the warm-up of PPO's critic, steps change no weight.
         if version not in self._published:
+            # With k = 2 this version and the two before it: their tokens have ages 0, 1 and 2.
             self._published = [*self._published[-self._depth :], version]
         last = min(number + self._depth, self._arguments.config.steps)
         new = [step for step in range(number, last + 1) if step not in self._begun]

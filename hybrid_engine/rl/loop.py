@@ -351,6 +351,8 @@ class Loop:
         def finished(row: Row) -> Row:
             is_due = config.is_due(row["step"], config.evaluate_every)
             row = self.finish(row, evaluate if is_due else None)
+            # Figures of `evaluate` are in the rows of its own steps alone:
+            # others may lack the column.
             if (is_due or evaluate is None) and config.keep_best not in (None, *row):
                 problem = f"there is no column {config.keep_best!r}"
                 remedy = f"Use one of {first_of(sorted(row), 60)}"
@@ -553,6 +555,7 @@ class Loop:
         agreement = self.worker.job.agreement
         with calling(agreement, "should_stop", f"step {self.done}"):
             must_stop = bool(should_stop())
+        # 0 minutes: no such checkpoints.
         is_late = 0 < self.config.save_minutes <= (time.monotonic() - self._saved_at) / 60
         return agreement.any_of([must_stop, is_late], "ending the step")
 
@@ -576,6 +579,8 @@ class Loop:
             if not agreeing:
                 break
             for index in agreeing:
+                # Without another prompt the same one is drawn again, with
+                # another draw of the random numbers.
                 names[index], prompts[index] = next(others, (names[index], prompts[index]))
             chosen = [names[index] for index in agreeing], [prompts[index] for index in agreeing]
             with self._meter.phase("generate"):

@@ -75,6 +75,7 @@ def token_advantages(
     """
     counted = mask * ~rewards.isnan().reshape(-1, 1)
     if baseline == "step":
+        # Penalties 1 2 3 are 6 5 3, summed from each token to the last.
         values = rewards.reshape(-1, 1) - penalties.flip(1).cumsum(dim=1).flip(1)
     else:
         totals = rewards - penalties.sum(dim=1).view_as(rewards)
@@ -108,6 +109,7 @@ def group_advantages(
     differences = differences.where(~are_agreeing(rewards)[:, None], 0.0)
     advantages = differences
     if baseline == "others":
+        # Rewards 1 0 0 0: their mean is 1/4, that of the others 0, and 3/4 * 4/3 = 1 - 0.
         advantages = differences * (counts / (counts - 1).clamp(min=1))
     if scaled:
         variances = differences.square().sum(dim=1, keepdim=True) / counts.clamp(min=1)
@@ -117,6 +119,7 @@ def group_advantages(
 
 def are_agreeing(rewards: torch.Tensor) -> torch.Tensor:
     """Return True [P] for groups of `rewards` [P, n] that are all equal; NaN does not count."""
+    # A group of NaN alone agrees: -inf <= inf.
     largest = rewards.nan_to_num(-math.inf).amax(dim=1)
     smallest = rewards.nan_to_num(math.inf).amin(dim=1)
     return largest <= smallest
@@ -178,6 +181,7 @@ def loss_weights(
             )
         return mask / length
     # Each token counts as 1 / (tokens of its sequence). clamp: a sequence may have none.
+    # Their sum is the number of sequences with tokens, by which `mean_weights` divides.
     return mean_weights(mask / mask.sum(dim=1, keepdim=True).clamp(min=1))
 
 
@@ -222,6 +226,7 @@ def kl_estimate(
     k1 and k3 are unbiased, k2 and k3 are never negative. The gradient of k1 is zero in expectation,
     that of k2 is the gradient of the KL.
     """
+    # With r = reference / policy: k1 = -log r, k2 = (log r)**2 / 2, k3 = r - 1 - log r.
     difference = ref_log_probs - log_probs
     if estimator == "k1":
         return -difference
@@ -250,6 +255,7 @@ def importance_weights(
         above_cap: "truncate": a larger ratio counts as `cap`. "mask": it counts as 0.
         veto: all weights of a row are 0 if one of its tokens has a smaller ratio.
     """
+    # A ratio of 1 outside of the mask, so that products do not count it.
     log_ratio = log_ratio.detach() * mask
     weights = torch.ones_like(log_ratio)
     if cap is not None:
@@ -333,6 +339,7 @@ def policy_loss(
         if ratio_of == "sequence":
             mask = micro_batch["mask"]
             length = mask.sum(dim=1, keepdim=True).clamp(min=1)
+            # The exponential of the mean of logs is the geometric mean.
             log_ratio = (log_ratio * mask).sum(dim=1, keepdim=True) / length
             log_ratio = log_ratio.expand_as(log_probs)
         ratio = log_ratio.exp()
@@ -341,8 +348,11 @@ def policy_loss(
             gains = clipped.detach() * advantages * log_probs
         else:
             # The pessimistic bound of PPO: clipping never increases the gain.
+            # Bounds 0.8 and 1.2: ratio 1.5 with advantage 1 gains 1.2,
+            # ratio 0.5 with -1 gains -0.8.
             gains = torch.minimum(ratio * advantages, clipped * advantages)
             if dual_clip is not None:
+                # Ratio 10 with advantage -1 and a dual clip of 3 gains -3, not -10.
                 bounded = torch.maximum(gains, dual_clip * advantages)
                 gains = torch.where(advantages < 0, bounded, gains)
         report = {"clip_fraction": weighted_mean((ratio != clipped).float(), token_weights)}

@@ -58,6 +58,8 @@ def _of_list(prompts: Sequence[Any], count: int, seed: int, number: int) -> Step
     A step may span two passes.
     """
     # Positions in the sequence of all passes.
+    # Step 3 of 4 prompts each has positions 8 to 11: of a list of 10 the last two, then the first
+    # two of the next pass.
     positions = range((number - 1) * count, number * count)
     places = [divmod(position, len(prompts)) for position in positions]
     indices = [_order(seed, len(prompts), epoch)[offset] for epoch, offset in places]
@@ -110,6 +112,8 @@ class StreamedPrompts:
             remedy = "Pass a stream of prompts"
             raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
         self._places[number] = self._place()
+        # With `max_staleness` 0 taking step 5 forgets the place of
+        # step 3: step 4 may still be saved.
         self._places.pop(number - self._most_later - 1, None)
         return range(self._count), prompts
 

@@ -194,6 +194,7 @@ class RewardFunctions:
         """
         is_batch = isinstance(function, BatchReward)
         if is_batch and function.on_all_ranks:
+            # 10 completions on 4 ranks: bounds 0, 2, 5, 7, 10.
             start, stop = (len(samples) * (job.rank + end) // job.world_size for end in (0, 1))
             samples = samples[start:stop]
         elif job.rank:
@@ -233,6 +234,7 @@ class RewardFunctions:
         """
         config = self._config
         weights = [config.reward_weights.get(name, 1.0) for name in rewards]
+        # A function that does not apply (NaN) or failed (infinity) adds 0.
         parts = torch.stack([*rewards.values()])  # [functions, B]
         totals = torch.tensor(weights, dtype=torch.float64) @ parts.nan_to_num(0.0, 0.0)
         is_failed = parts.isinf().any(dim=0)
@@ -248,6 +250,7 @@ class RewardFunctions:
             raise ArgumentError([Violation("reward", problem, remedy, code="invalid-reward")])
         if config.overlong_tokens:
             lengths = torch.tensor([len(completion.token_ids) for *_, completion in samples])
+            # Of at most 1,000 tokens 200 are overlong: 900 tokens get half of the penalty.
             excess = lengths - (config.max_tokens - config.overlong_tokens)
             share = (excess / config.overlong_tokens).clamp(0, 1)
             totals = totals - config.overlong_penalty * share
@@ -419,6 +422,7 @@ def _final_value(text: str) -> tuple[bool, float | str]:
     """
     _, mark, final = text.rpartition(_MARK)
     final = final.strip()
+    # "#### 72 apples" is 72, "72 apples" a text.
     number = _NUMBER.match(final) if mark else _NUMBER.fullmatch(final)
     value = final.casefold() if number is None else float(number[0].replace(",", ""))
     return bool(mark), value
@@ -469,6 +473,7 @@ class HeldOut:
         totals = rewards.compute(worker.job, numbers, self.prompts, groups).totals
         num_passing = (totals >= self.passing_reward).sum(1).tolist()
         figures: Figures = {"held_out_reward": totals.nanmean().item()}
+        # 6 samples, a number of 3 bits: k is 1, 2 and 4.
         for k in (2**exponent for exponent in range(self.samples.bit_length())):
             chances = [pass_at(k, self.samples, passing) for passing in num_passing]
             figures[f"held_out_pass_{k}"] = fmean(chances)
@@ -477,4 +482,5 @@ class HeldOut:
 
 def pass_at(k: int, num_samples: int, num_passing: int) -> float:
     """Return the chance that one of `k` of the samples passes, drawn without replacement."""
+    # 2 of 4 samples, of which 1 passes: 3 of the 6 pairs are without it, so the chance is 1/2.
     return 1 - math.comb(num_samples - num_passing, k) / math.comb(num_samples, k)

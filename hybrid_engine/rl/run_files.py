@@ -269,6 +269,7 @@ class RunFiles:
                 foreign = names
                 lock = self.out / "lock"
                 # A killed process may have left the text cut off, or empty.
+                # As much of "process ", of 8 bytes, as was written.
                 if "lock" in names and _OWNER.startswith(read_regular(lock, 1 << 12)[:8]):
                     # A run that died early: run.json comes before these.
                     foreign = [

@@ -240,6 +240,8 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
     """Return the prompts of a source: `data.source`, one of its splits, or a file."""
     data = run.data
     rows = _rows(data, source, directory)
+    # Rewards of ours read the answer. Otherwise a row may lack it,
+    # unless the file names its column.
     is_read = bool(NAMED_REWARDS.keys() & named_rewards(run.reward).values())
     needs_answer = is_read or "answer" in data.model_fields_set
     try:
@@ -284,9 +286,11 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
         ) from error
     datasets.disable_progress_bars()  # each rank would draw its own
     reader = _BUILDERS.get(Path(source).suffix)
+    # An evaluation names another split of the same data set, such as test[:200].
     split = data.split if source == data.source else source
     options: dict[str, Any] = {"path": data.source, "name": data.subset, "split": split}
     if reader is not None:
+        # datasets calls the only split of a file "train".
         options = {"path": reader, "data_files": str(directory / source), "split": "train"}
     try:
         return datasets.load_dataset(**options)

@@ -311,6 +311,7 @@ class HttpServer(Server):
 
         where = f"{self.url}/{route}"
         # A redirect would send the body, the API key and the proof to another host.
+        # Seconds to connect, and for each piece of the response.
         options |= {"allow_redirects": False, "timeout": (self._timeout, seconds), "stream": True}
         # A compressed body may be a thousand times as long as what was sent.
         options["headers"] = {"Accept-Encoding": "identity"}
@@ -325,6 +326,7 @@ class HttpServer(Server):
                 for prefix in ("http://", "https://"):
                     session.mount(prefix, adapter)
                 response = session.request(method, where, **options)
+                # One byte more tells a response at the limit from a longer one.
                 content = response.raw.read(MAX_NBYTES + 1)
                 if len(content) > MAX_NBYTES:
                     raise ValueError(f"a response of more than {MAX_NBYTES:,} bytes")
@@ -335,6 +337,7 @@ class HttpServer(Server):
                     )
                 if response.status_code // 100 != 2:  # includes redirects
                     # A proxy may send the request's headers back.
+                    # Without a key only NUL bytes are replaced.
                     key = os.environ.get(API_KEY) or "\0"
                     text = clipped(content.decode(errors="replace").replace(key, "…"), 2000)
                     raise ServerError(
@@ -408,6 +411,7 @@ def _keep_alive_adapter() -> type[Any]:
     return KeepAliveAdapter
 
 
+# A lost host is noticed after 60 + 4 * 15 = 120 s of silence.
 _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default, which these options replace
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

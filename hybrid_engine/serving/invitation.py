@@ -154,6 +154,7 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
         return self
 
     def _proof(self) -> str:
+        # Both ends must sign the same bytes, whatever the order of the settings.
         signed = msgspec.json.encode(replace(self, proof=""), order="deterministic")
         return hmac.new(require_token().encode(), signed, "sha256").hexdigest()
 

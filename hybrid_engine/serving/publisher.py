@@ -215,6 +215,7 @@ class WeightPublisher(Switch):
         """Raise StateError if another optimizer step would exceed the servers' server_max_lag."""
         version = self.trainer.version
         max_lag = self.config.server_max_lag
+        # With a lag of 2 servers of version 5 allow version 7: the step to 8 raises.
         if self.served is not None and version + 1 - self.served > max_lag:
             raise StateError(
                 f"an optimizer step would make version {version + 1} of the weights, "
@@ -506,11 +507,13 @@ class WeightPublisher(Switch):
         refuse = functools.partial(world.refuse, meeting=world.meeting)
         first = invitation.first_rank
         calls = []
+        # All ranks know the counts, but only the first one has servers.
         for server, count in zip(self._servers, counts, strict=False):
             own_invitation = replace(invitation, first_rank=first, num_workers=count).signed()
             calls.append(
                 BackgroundCall(server.init_weight_transfer_engine, own_invitation, refused=refuse)
             )
+            # 8 trainers and servers of 2 and 4 workers: ranks 0 to 7, 8 to 9, 10 to 13.
             first += count
         return calls
 

@@ -116,6 +116,7 @@ class WeightReceiver:
         ):
             # A job's name starts with the host and the id of its first process: "HOST/PID/RANDOM".
             owner_process = owner.job.rpartition("/")[0]
+            # Equal, and not empty, as the job of an invitation may be.
             is_same_process = owner_process == invitation.job.rpartition("/")[0] != ""
             where = ", in the same process" if is_same_process else ""
             remedy = (
