@@ -78,6 +78,7 @@ def compared_positions(max_length: int, settings: HfConfig) -> tuple[int, ...]:
         settings: contents of config.json.
     """
     original = original_length(settings)
+    # 8,192: position 8,191 ends a sequence of 8,192 tokens, 8,193 one that is longer.
     around = () if original is None else (original - 1, original + 1)
     within = (position for position in around if position <= max_length)
     return tuple(sorted({*POSITIONS, max_length, *within}))
@@ -230,6 +231,7 @@ def differences(
     if sizes[0] != sizes[1]:
         windows = tuple("none" if size is None else f"{size} tokens" for size in sizes)
         # A block of tokens beyond the window shows it.
+        # A window of 128 hides something from positions 128 to 191, a whole block.
         reach = min(size for size in sizes if size is not None) + LENGTH - 1
         yield Difference("the sliding window", windows, reach)
     if first.softcap != second.softcap:

@@ -91,9 +91,11 @@ class _Watched:
 
 _DECIDED_ELSEWHERE = {
     "sizes of tensors and numbers of layers, which loading compares": (
+        # Whole words between underscores: head_dim and num_experts, but not dimension.
         r"(^|_)(num|n|size|dim|rank|heads?|layers?|experts?|groups?|k|topk|freq|step|replace|expand)(_|$)"
     ),
     "windows and rotations, which are compared layer by layer": (
+        # The whole section of rotary settings but llama_4_scaling_beta, which is no rotation.
         r"window|rotary_(dim|pct)|^rope_(theta|scaling|parameters)$|rope_parameters\.(?!llama_4)"
     ),
     "lengths, which limit inputs": r"position_embeddings|length|seq_len",

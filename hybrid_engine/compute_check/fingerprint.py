@@ -160,6 +160,7 @@ class Fingerprint:
         for name, tensor in self._stored():
             alias = missing.pop(name, None)
             part = self._part_of(tensor)
+            # The same storage, offset, shape and strides.
             if alias is None or alias.dtype is not part.dtype or not alias.is_set_to(part):
                 names.append(name)
         return [*names, *missing]

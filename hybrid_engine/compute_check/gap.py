@@ -79,6 +79,8 @@ class Gap:
         for block in self._differences.chunk(num_blocks, dim=1):
             if block.isnan().any():
                 return math.nan
+            # Of 126 differences (2 rows of 63) number 124 with 0.999, the
+            # second largest, and 62 with 0.5.
             index = int((block.numel() - 1) * self.rounding.quantile)
             sizes.append(block.flatten().sort().values[index])
         return torch.stack(sizes).max().item()

@@ -180,6 +180,7 @@ class TrainerCheck:
             differences += [
                 f"{name} has grown to {largest:.3g}"
                 for name, largest in self._fingerprint.magnitudes().items()
+                # A tensor that was not there before has not grown.
                 if largest > 2 * self._magnitudes.get(name, math.inf)
             ]
         if not differences:
@@ -201,6 +202,7 @@ class TrainerCheck:
 
     def _note_passed(self) -> None:
         """Record that a comparison has passed on all ranks."""
+        # With "always" and "exact" the next switch compares again.
         self._has_passed = self._when == "first"
         if self._fingerprint is not None:
             self._fingerprint.renew()
@@ -233,6 +235,7 @@ class TrainerCheck:
         max_length = max_length_of(limits)
         # Of both sides: one of them may ignore its window.
         layers = [alike for side in (*trainers, *engines) for alike in side.layers]
+        # 0 for layers without a window: it makes no sequence longer.
         sizes = {alike.attention.window or 0 for alike in layers}
         # A window beyond the longest possible sequence hides no token.
         windows = {size for size in sizes if max_length is None or size <= max_length}

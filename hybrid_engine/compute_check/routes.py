@@ -89,6 +89,8 @@ def misrouted(
         if chosen.shape != layer.experts.shape:
             return []
         lowest = layer.scores.gather(1, layer.experts.long()).amin(1)
+        # Routers limited to groups of experts have -inf for those of the
+        # others, which makes no spread.
         spread = layer.scores.nan_to_num(neginf=0.0).std(1)
         is_lower = layer.scores.gather(1, chosen).amin(1) < lowest - tolerance * spread
         counts = torch.ones_like(is_lower) if is_equal is None else is_equal

@@ -65,6 +65,7 @@ class TrainingContext:
     @cached_property
     def named(self) -> dict[str, object]:
         """Values that the sentence of a rule may name: keys of the actor, and dimensions."""
+        # Sections of pydantic iterate over pairs of key and value. The last pair of a key counts.
         sections = (
             self.schedule,
             self.fsdp,
@@ -178,6 +179,7 @@ class Constraint(Generic[Context]):
         for problem in broken:
             if isinstance(problem, Violation):
                 yield problem
+            # The problems of a mapping are its keys.
             elif isinstance(broken, Mapping):
                 yield Violation(problem, broken[problem], self.rule, code=self.code)
             else:

@@ -187,6 +187,7 @@ def _freezes_everything(context: TrainingContext) -> bool:
     if context.actor.lora is not None:
         names = [name for name in names if ".adapter." in name]
     frozen = [fnmatch.filter(names, pattern) for pattern in context.actor.frozen_parameters]
+    # Without patterns there are no names, and nothing is frozen.
     return bool(names) and not set(names).difference(*frozen)
 
 
@@ -261,6 +262,7 @@ def _absent_modules(context: TrainingContext) -> list[str]:
         "shared_experts": has_experts and sizes.get("moe_shared_expert_intermediate_size"),
     }
     modules = context.actor.recompute_modules or ()
+    # Parts that every model has are not in the table above.
     return [module for module in modules if not is_present.get(module, True)]
 
 

@@ -184,6 +184,8 @@ def append_text(path: str | Path, text: str) -> None:
             logger.warning("%s: removed the last %d bytes of a truncated line", path, size - end)
             os.ftruncate(descriptor, end)
         try:
+            # A failure cuts the file at `end`: behind the whole line, or
+            # where the truncated one began.
             rest = memoryview(text.encode())
             while rest:
                 # A write may accept only a part of the bytes.
