@@ -238,6 +238,7 @@ class PatchRegistry:
         for module in _megatron_modules():
             self._exchange_in(module)
         if self._finder not in sys.meta_path and any(swap.owner is None for swap in swaps):
+            # First, because an earlier finder would load the module without a call.
             sys.meta_path.insert(0, self._finder)
         logger.info("applied %d megatron patches", len(swaps))
 

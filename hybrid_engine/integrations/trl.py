@@ -194,6 +194,7 @@ class WeightTransfer:
         # A publish is a whole round trip: the trainer goes on with its own training state.
         self.engine.sharding.enter(State.INFER)
         self.engine.sharding.enter(State.TRAIN)
+        # A generator: it publishes as TRL iterates, not when it is called.
         yield from ()
 
     # -- called by TRL on its main process ----------------------------------------------------

@@ -198,6 +198,7 @@ class Publisher(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
         """Yield nothing: the server's own workers take part in the switch."""
         nothing: Sequence[Any] = ()
+        # The loop makes this an asynchronous generator, which verl iterates.
         for tensor in nothing:
             yield tensor
 

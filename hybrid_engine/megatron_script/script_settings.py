@@ -267,6 +267,7 @@ def _read_config(
             for name, value in flags.items()
             if name in GenerateConfig.model_fields and value is not None
         }
+        # The last one wins: flags over the file, the file over what the RL loop needs.
         generate = {**defaults, **generate, **overrides}
     # A missing model is reported by `load_config`, with the other violations.
     settings = {name: content[name] for name in ("model", "revision") if name in content}
@@ -453,6 +454,7 @@ def rl_defaults(args: Namespace) -> dict[str, Any]:
     Servers that keep their weights lag behind by the optimizer steps that use one collection of
     rollouts.
     """
+    # 32 prompts * 8 completions in batches of 128, for 2 iterations: 2 * 2 = 4 steps.
     num_completions = args.grpo_prompts_per_step * args.grpo_group_size
     steps_per_iteration = num_completions // args.global_batch_size
     return {"server_max_lag": max(1, args.grpo_iterations * steps_per_iteration)}

@@ -270,6 +270,8 @@ class TrainingCheckpoints:
                 if copies and isinstance(value, torch.Tensor):
                     value = value.detach().to("cpu", copy=True)
                 if not (isinstance(value, torch.Tensor) and value.dim()):
+                    # Under all names: another layout may have one of these tensors
+                    # without the others.
                     for name in weight.names:
                         entries[key.format(name)] = value
                     if not weight.names:
@@ -336,6 +338,7 @@ class _HostCopy:
                 self._numbers[kind] = torch.empty((), dtype=entry.properties.dtype)
             else:
                 dtype = entry.properties.dtype
+                # What no entry has, such as padding in another layout, has moments of 0.
                 self._values[kind] = torch.zeros_like(first, dtype=dtype)
 
     def add_to(self, entries: Entries, shapes: Shapes) -> None:
@@ -388,6 +391,7 @@ def _tensors_in(entries: Entries, rank: int) -> Iterator[tuple[str, torch.Tensor
 def _kinds_in(saved: SavedCheckpoint, of_rank: str) -> _Kinds:
     kinds: defaultdict[str, dict[str, TensorStorageMetadata | None]] = defaultdict(dict)
     for key, entry in saved.entries(_OPTIMIZER).items():
+        # "lm_head.weight.exp_avg" is kind exp_avg of "lm_head.weight".
         name, _, kind = key.rpartition(".")
         kinds[f"{_OPTIMIZER}{name}."][kind] = entry
     for key, entry in saved.entries(f"{of_rank}part.").items():
@@ -433,6 +437,7 @@ def _different_values(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
         yield "grad_scaler: only one of the checkpoint and this optimizer has a state of it"
     # Neither older checkpoints nor those of Megatron have these.
     key = "adapters"
+    # What one side lacks is compared with itself.
     if saved.get(key, live.get(key)) != live.get(key, saved.get(key)):
         yield f"{key}: their modules or scaling, alpha / rank, differ"
     if saved["norms_minus_one"] != live["norms_minus_one"]:
@@ -477,6 +482,7 @@ def _restore_groups(weights: Sequence[Weight], saved: Sequence[_Group], of_rank:
     for group, (settings, names) in zip(groups, live, strict=True):
         # A rank may have no part of a group's weights.
         restored = by_identity.get(_identity(settings), {})
+        # All weights of a group have the same settings, so the first one tells them.
         for name in names[:1]:
             restored = by_name.get(name, {})
         for key, value in restored.items():

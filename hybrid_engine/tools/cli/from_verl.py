@@ -29,7 +29,9 @@ _IN_MAIN = re.compile(r"(actor|rollout|model|hybrid_engine)(\.|$)")
 """Start of a path below `_MAIN`, which paths in this file leave out."""
 _MEGATRON = "actor.megatron"
 _FSDP = "actor.fsdp_config"
+# Hydra's KEY=VALUE, +KEY=VALUE and ++KEY=VALUE.
 _OVERRIDE = re.compile(r"\+{0,2}([\w.]+=.*)", re.DOTALL)
+# ${a.b} and ${oc.select:a.b,default}.
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 _RESOLVE = "Write it out: run verl's command with `--cfg job --resolve`"
 _DTYPES = {
@@ -335,8 +337,10 @@ class _Reading:
         self.put("actor_config.micro_batch_size", "actor.ppo_micro_batch_size_per_gpu")
         path = "actor.ppo_max_token_len_per_gpu"
         context = self.size("actor.megatron.context_parallel_size", 1)
+        # verl counts a rank's part of the sequences that context parallel ranks share.
         most_tokens = self.size(path, 16384) * context
         if self.get("actor.use_dynamic_bsz") is True:
+            # 16,384 tokens are 16 sequences of 1,024.
             num_sequences = max(1, most_tokens // max(1, tokens))
             self.put("actor_config.micro_batch_size", path, value=num_sequences)
 
@@ -382,6 +386,7 @@ class _Reading:
                 self.violations.append(violation)
             if not keeps_gathered:
                 self.put("actor_config.fsdp.sharding_strategy", path, value="HYBRID_SHARD")
+            # 8 ranks with fsdp_size 4 are 2 replicas.
             self.put("actor_config.fsdp.replicas", path, value=ranks // num_shards)
         path = "actor.fsdp_config.dtype"
         dtype = self._dtype(path, "bf16")
@@ -403,9 +408,12 @@ class _Reading:
                 for read in map(".{}".format, sorted(self.read))
                 if read.startswith(f"{section}.")
             ]
+            # Below ".actor.megatron" the name in ".actor.megatron.qat.enable" is qat.
             meant = nearest(name, {read[len(section) :].split(".")[1] for read in below})
             read_key = f"{section}.{meant}"[1:] if meant else None
             if read_key is None:
+                # Without its first sections, as megatron.dtype is part of
+                # actor_rollout_ref.actor.megatron.dtype.
                 read_key = next(
                     (read for read in sorted(self.read) if f".{path}." in f"{read}."), None
                 )

@@ -121,6 +121,7 @@ def plan(
         "--hosts-of": hosts_of,
         "--device-gib": device_gib,
         "--host-gib": host_gib,
+        # 0 is a valid reserve, as no other size is.
         "--reserve-gib": reserve_gib or None,
     }
     for key, value in numbers.items():
@@ -188,6 +189,7 @@ def _remarks(config: HybridConfig, ranks: int, num_mtp_layers: int | None) -> It
         yield (
             f"vLLM generates in {form.method}, by config.json or generate_config.quantization, and "
             "is sent quantised weights; bytes are counted unquantised, about "
+            # Elements of 16 bits in place of 8 (1 per byte) or 4 (2 per byte).
             f"{2 * form.element.per_byte} times as many, and memory without the buffer of "
             "quantised weights."
         )
@@ -219,6 +221,7 @@ def _has_elastic_buffers() -> bool:
     """Return whether cuda-bindings is installed; without GPUs True, as in requirements.txt."""
     if not any(_DEVICES.glob("nvidia[0-9]*")):
         return True
+    # To look for a submodule imports its parent, which fails if there is none.
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
@@ -231,6 +234,7 @@ def _parse_rates(text: str) -> dict[Link, float]:
     violation = Violation("--link-gbps", shortened(text), remedy, code="cannot-be-read")
     parts = [part.split("=") for part in text.replace(" ", "").split(",")]
     try:
+        # A part without exactly one "=" cannot be unpacked, which is a ValueError, too.
         rates = {**LINK_GBPS, **{Link(link): float(value) for link, value in parts}}
     except ValueError:
         raise ConfigError([violation]) from None

@@ -161,9 +161,11 @@ def difference_of_tensor(
     if is_untied:
         cause = Cause.UNTIED
     elif before is not None and _form(before) == _form(cold):
+        # Of two sets of weights: elements that are equal in both depend on neither.
         depends_on_weights = _unequal(cold, before)
         changed = _unequal(before, after)
         if not (wrong & depends_on_weights).any():
+            # If nothing in the tensor does, all of it was right before, and the reload has lost it.
             cause = Cause.PADDING if depends_on_weights.any() else Cause.LOST
         elif not (wrong & changed).any():
             cause = Cause.STALE if "._parameters." in path else Cause.UNDERIVED

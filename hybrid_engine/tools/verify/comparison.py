@@ -119,6 +119,7 @@ class Verdict:
                     f"{engine}: log-probabilities differ from transformers' "
                     f"by {difference:.2g}, over {atol:.2g}"
                 )
+        # A model that gives all tokens about the same probability would agree with any other.
         if not self.spread > 1:
             faults.append(
                 f"log-probabilities within {self.spread:.2g} of each other: too uniform to compare"
@@ -228,6 +229,8 @@ class Comparison:
         with self.worker.inference.adaptor.observed(keep), self.worker.rollout_context():
             digest = float(expected.double().sum())
             digest += sum(float(tensor.double().sum()) for tensor in switched.values())
+            # Weights that a step did not change would pass every
+            # comparison; `Verdict` counts these sums.
             self._digests.add(digest)
             # With adapters that are delivered apart, vLLM holds the weights of the first version.
             has_adapter = self.worker.adapter is not None
@@ -238,6 +241,7 @@ class Comparison:
                     self.verdict.different.append(name)
             self.verdict.num_parameters += len(native)
             del native
+            # vLLM has no distribution after the last token of a prompt.
             self._note("vllm", expected[:, :-1], self._served_logits())
         report = self.worker.sharding.last_report
         assert report is not None, "there was a switch"
@@ -256,6 +260,7 @@ class Comparison:
 
     def _tokens(self) -> torch.Tensor:
         num_sequences = round_up(_NUM_COMPARED, self._stages)
+        # A seed of no training step: versions are 0 to 2.
         return self._batch(99, num_sequences)["tokens"]
 
     def _batch(self, seed: int, num_sequences: int) -> NewBatch:

@@ -104,6 +104,7 @@ def own_share(
         raise BatchError(violations)
     if data == "local":
         return batch
+    # 8 rows on 2 data parallel ranks: rank 1 has rows 4 to 7.
     size = batch["tokens"].shape[0] // limits.dp_size
     start = limits.dp_rank * size
     return {name: tensor[start : start + size] for name, tensor in batch.items()}
@@ -148,6 +149,7 @@ def _violations(
     # the ids mean something only if the keys that define them are consistent
     sequence_ids = None if faults else sequence_ids_of(batch)
     if limits.no_packing and sequence_ids is not None and num_sequences(sequence_ids) > 1:
+        # The most explicit one: sequence ids, then positions, then the mask.
         key = next(key for key in reversed(KEYS) if key in batch)
         problem = f"rows have several sequences, but {limits.no_packing}"
         remedy = "Put each sequence into its own row"
@@ -213,6 +215,7 @@ def _shift_hint(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
     num_rows, length = tokens.shape
     if value.dim() != 2 or value.shape != (num_rows, length + 1):
         return ""
+    # Labels and mask are of the token after each: they lack the first column, others the last.
     columns = "[:, 1:]" if key in ("labels", "mask") else "[:, :-1]"
     return f": if tokens are shifted, {key}{columns}"
 

@@ -89,6 +89,7 @@ def generalized_advantages(
         advantage = error + gamma * lam * next_advantage
         advantages[:, step] = torch.where(is_step, advantage, 0.0)
         # positions outside the mask pass on the following step
+        # With a reply in column 2 between steps 1 and 3, step 3 follows step 1.
         next_advantage = torch.where(is_step, advantage, next_advantage)
         next_value = torch.where(is_step, value, next_value)
         if begins is not None:

@@ -170,6 +170,7 @@ class ReferenceModel(AuxiliaryModel, ScoresBatches):
         worker.sharding.require_kinds(["param"])
         self.engine = worker.actor.frozen_copy()
         self._is_copy = self.engine.model is not worker.train
+        # Without a copy there is nothing to move: `list()` has no items.
         state = self.engine.model if self._is_copy else Items(list)
         super().__init__("reference", worker, state, offloads=self._is_copy)
 
