@@ -207,6 +207,7 @@ class LoopConfig(Section):
         if problem:
             key = self.key("passes")
             raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])
+        # 1.5 passes over 100 prompts with 8 in a step are 18.75, so 19 steps.
         steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
         return self.model_copy(update={"steps": steps, "passes": None})
 

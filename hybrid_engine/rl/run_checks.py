@@ -492,6 +492,7 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Viola
     count = config.completions_per_step
     for name, size in sizes.items():
         # Packing adds rows of padding.
+        # 2 minibatches, micro batches of 4 on 8 data parallel ranks: a multiple of 64.
         factor = config.minibatches * (1 if config.pack else size * limits.micro_batch_multiple)
         if count % factor:
             problem = (
@@ -525,6 +526,7 @@ def _disk_violations(engines: HybridConfig, out: Path) -> Violations:
     # Some or all weights have no optimizer state otherwise.
     if actor.lora is None and not actor.frozen_parameters and actor.fsdp is None:
         # A checkpoint has a fp32 copy of fp32 weights, too.
+        # 8e9 elements in bfloat16: 16 GB of weights, and 12 bytes each, 96 GB, of optimizer state.
         nbytes += num_elements * (MAIN_NBYTES + MOMENTS_NBYTES)
     checkpoints = out.absolute() / "checkpoints"
     if checkpoints.is_dir() and any(checkpoints.iterdir()):

@@ -107,6 +107,7 @@ class Terminal:
         if not self._has_rows:
             self.print("  ".join(f"{column.heading:>{column.width}}" for column in self._columns))
         self._has_rows = True
+        # From here on rows show how far the run is.
         self._next_line = float("inf")
         self.print("  ".join(column.text(row) for column in self._columns) + more)
 

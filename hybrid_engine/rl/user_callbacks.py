@@ -205,6 +205,7 @@ def steps_of(future: Future[Any], argument: str, timeout_seconds: float) -> Iter
     while not wait([future], seconds).done:
         if heartbeat is None or heartbeat.done():
             begin = time.monotonic()
+            # It ends at once, unless a coroutine blocks the event loop.
             heartbeat = start_task(asyncio.sleep(0))
         elif time.monotonic() - begin > limit_seconds:
             blocked_at = _event_loop().line()

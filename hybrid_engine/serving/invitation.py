@@ -450,6 +450,7 @@ def _require_private(path: Path) -> None:
         or not stat.S_ISREG(file.st_mode)
     ):
         raise MessageError(f"{path} is not a rendezvous file", code="not-a-rendezvous-file")
+    # `parents` goes on to the root.
     for directory, status in zip(path.parents, directories, strict=False):
         if not _is_private_directory(status):
             raise MessageError(

@@ -148,6 +148,7 @@ class WeightContainer:
         self._num_met = self._router.num_met
         self._buckets = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
         # Messages of a bucket may not start if those of the bucket before use the same slot.
+        # With 2 slots buckets 3 and 5 use the same one, if 4 is skipped.
         self._following = {
             bucket.index: next_bucket
             for bucket, next_bucket in pairwise(self._buckets)
