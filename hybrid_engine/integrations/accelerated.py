@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine:
     """Build an engine around a model that accelerate has prepared. Collective.
 
-    The main process prints the report of the first switch in each direction.
+    The main process prints the report of the first switch.
 
     Args:
         owner: object with `model` and `accelerator`.
@@ -33,15 +33,13 @@ def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine
     os.environ.setdefault("WORLD_SIZE", str(accelerator.num_processes))
     import_module("trl.trainer.utils").ensure_master_addr_port()
     engine = HybridEngine(model=owner.model, rollout_config=rollout_config, shard=False)
-    announced: set[str] = set()
-
-    def announce(report: ReshardReport) -> None:
-        if report.direction not in announced:
-            announced.add(report.direction)
-            print(report, flush=True)
-
     if accelerator.is_main_process:
-        engine.on_reshard_end(announce)
+
+        @engine.on_reshard_end
+        def announce(report: ReshardReport) -> None:
+            print(report, flush=True)
+            engine.sharding.remove_hook(announce)
+
     return engine
 
 

@@ -57,8 +57,9 @@ from hybrid_engine.rl.run_checks import (
     argument_violations,
     engines_of,
     limit_violations,
-    require_arguments,
+    require_none,
     require_runnable,
+    train_violations,
 )
 from hybrid_engine.rl.run_files import Progress, Row, RunFiles
 from hybrid_engine.rl.run_record import RunRecord
@@ -168,7 +169,7 @@ def train(
                 is_lowest_best=config.best == "lowest",
             )
         if isinstance(model, ActorHybridWorker):
-            require_arguments(arguments)
+            require_none(train_violations(arguments))
             record = RunRecord(model.job, config, model.config, files, ends, trackers, changed)
         else:
             engines, module = engines_of(model, arguments, ends)
@@ -284,10 +285,7 @@ class Loop:
         )
         self.config = arguments.config
         limits = RunLimits.of_worker(worker)
-        violations = argument_violations(arguments)
-        violations += limit_violations(arguments, limits)
-        if violations:
-            raise ConfigError(violations)
+        require_none([*argument_violations(arguments), *limit_violations(arguments, limits)])
         config = self.config
         source = source_of(prompts, config.prompts_per_step, config.seed, config.max_staleness)
         self.queue = GroupQueue(worker, arguments, limits, source)

@@ -195,9 +195,7 @@ def require_runnable(
                 generate.timeout_seconds,
                 allow_public=generate.server_allow_public,
             )
-    agreed = job.agreement.gather(violations, list[Violation], "checking the run")[0]
-    if agreed:
-        raise ConfigError(agreed)
+    require_none(job.agreement.gather(violations, list[Violation], "checking the run")[0])
 
 
 def run_violations(
@@ -230,9 +228,8 @@ def engines_of(
         raise ConfigError([*error.findings, *train_violations(arguments)]) from None
 
 
-def require_arguments(arguments: RunArguments) -> None:
-    """Raise ConfigError with what is wrong with the arguments of `train`."""
-    violations = train_violations(arguments)
+def require_none(violations: Sequence[Violation]) -> None:
+    """Raise ConfigError with these violations, if there are any."""
     if violations:
         raise ConfigError(violations)
 

@@ -47,7 +47,7 @@ from hybrid_engine.rl.rewards import (
     named_rewards,
     reward_violations,
 )
-from hybrid_engine.rl.run_checks import RunArguments, run_violations
+from hybrid_engine.rl.run_checks import RunArguments, require_none, run_violations
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -173,9 +173,7 @@ class RunSettings:
         arguments = RunArguments.of(
             self.prompts, self.reward, self.config, {}, evaluate=self.evaluate
         )
-        violations = run_violations(self.engines, arguments, num_ranks, Path(self.run.out))
-        if violations:
-            raise ConfigError(violations)
+        require_none(run_violations(self.engines, arguments, num_ranks, Path(self.run.out)))
 
     def train(self) -> list[Row]:
         """Train, or go on; see `train`."""

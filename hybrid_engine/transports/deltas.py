@@ -81,12 +81,17 @@ def apply(delta: np.ndarray, old: np.ndarray) -> None:
     num_blocks = -(-len(words) // BLOCK)
     head = num_blocks * _WORD_NBYTES
     num_changed, rest = divmod(len(delta) - head, _CHANGED_NBYTES)
-    if num_changed >= 0 and not rest:
+    is_valid = num_changed >= 0 and not rest
+    if is_valid:
         places_start = head + num_changed * _WORD_NBYTES
         counts = delta[:head].view(np.int16)
         values = delta[head:places_start].view(np.int16)
         places = delta[places_start:]
-    if num_changed < 0 or rest or counts.min() < 0 or counts.sum() != num_changed:
+        # The last block may be short.
+        last = int(places[num_changed - int(counts[-1]) :].max(initial=0))
+        is_beyond = (num_blocks - 1) * BLOCK + last >= len(words)
+        is_valid = counts.min() >= 0 and counts.sum() == num_changed and not is_beyond
+    if not is_valid:
         raise TransportError(
             f"invalid delta: {len(delta)} bytes for a message of {len(old)} bytes",
             code="invalid-delta",

@@ -165,7 +165,7 @@ def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
             parameters[name].requires_grad_(False)
         if not names:
             problem = f"no parameter matches {pattern}"
-            remedy = f"Names look like {', '.join([*parameters][:: len(parameters) - 1])}"
+            remedy = f"Names look like {next(iter(parameters))}"
             violations.append(Violation(key, problem, remedy, code="no-parameter-matches"))
     if not any(parameter.requires_grad for parameter in parameters.values()):
         problem = f"{', '.join(patterns[:5])} would freeze every parameter"

@@ -87,14 +87,16 @@ def test_a_delta_holds_the_changes_if_it_is_shorter(pair: Pair, num_together: in
         lambda delta: delta[:-1],
         lambda delta: delta[:1],
         lambda delta: delta[:-3],
-        lambda delta: np.concatenate([np.full_like(delta[:2], 255), delta[2:]]),
+        lambda delta: np.insert(delta[2:], 0, [255, 255]),
+        # beyond the last block
+        lambda delta: np.append(delta[:-1], np.uint8(255)),
     ],
 )
 def test_an_invalid_delta_is_refused(damage: object) -> None:
-    old = message(3 * BLOCK, 1)
+    old = message(3 * BLOCK - 32, 1)
     before = old.copy()
     delta, _ = encode(changed(old, [1, 2, 700]), old)
-    with refused(TransportError, "invalid-delta", "1536"):
+    with refused(TransportError, "invalid-delta", "1472"):
         apply(damage(delta), old)
     assert np.array_equal(old, before)
 
