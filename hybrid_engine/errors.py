@@ -92,6 +92,13 @@ def collect(
         return None
 
 
+def require_none(violations: Iterable[Violation]) -> None:
+    """Raise ConfigError with these violations, if there are any."""
+    every = [*violations]
+    if every:
+        raise ConfigError(every)
+
+
 _NOT_OF_USER = (
     os.path.dirname(__file__) + "/",
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),

@@ -321,9 +321,7 @@ class HybridEngine(SwitchContexts):
             raise StateError("the model has no adapters of PEFT to save", code="no-adapters")
         train: Any = self.train
         with self.job.agreement.phase("writing the adapters"), naming("writing", path):
-            tensors = train.weights.whole_adapters()
-            if self.rank == 0:
-                train.model.save_pretrained(path, state_dict=tensors)
+            train.weights.save_adapters(path, writes=self.rank == 0)
 
     def resident_nbytes(self) -> dict[str, int]:
         """Return bytes of weights and training state on this rank's device now, by model.

@@ -24,7 +24,14 @@ from hybrid_engine.attaching.config_check import (
 )
 from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, Violations, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    Violation,
+    Violations,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.memory import gib
@@ -135,8 +142,7 @@ def live_config(
     table = config.table()
     violations += megatron.refused_state(chunks, optimizer)
     violations += model_findings(table, chunks, f"{config.model}/config.json")
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     return config, table
 
 

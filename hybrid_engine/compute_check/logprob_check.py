@@ -48,7 +48,12 @@ from hybrid_engine.compute_check.probes import (
     WithConfigReads,
     WithImagePrompt,
 )
-from hybrid_engine.errors import ComputationError, ConfigError, HybridEngineError, shortened
+from hybrid_engine.errors import (
+    ComputationError,
+    HybridEngineError,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.ports import InferenceCaches, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -375,8 +380,7 @@ class TrainerCheck:
         by_trainer = merged_reads(side.reads for side in trainers)
         by_vllm = merged_reads(side.reads for side in engines)
         violations, texts = one_sided(by_trainer, by_vllm, scales_positions)
-        if violations:
-            raise ConfigError(violations)
+        require_none(violations)
         trained, served = (
             [alike for side in of for alike in side.layers] for of in (trainers, engines)
         )

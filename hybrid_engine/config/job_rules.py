@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, given
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
-from hybrid_engine.errors import ConfigError, Violation, Violations, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    Violations,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
@@ -203,9 +209,7 @@ def memory_plan(
             planned.
     """
     job = JobContext.of(config, world_size, num_mtp_layers)
-    violations = list(_not_planned(config))
-    if violations:
-        raise ConfigError(violations)
+    require_none(_not_planned(config))
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
     source, state = megatron_training(job.actor, job.table, job.world_size)
     budget_gib = config.device_budget_gib

@@ -31,7 +31,15 @@ from hybrid_engine.config.job_rules import (
 from hybrid_engine.config.keys import FsdpConfig, GenerateConfig, HybridConfig, Section
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.config.training_rules import FSDP, MEGATRON, TRAINING, replica_violations
-from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, nearest, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    FileError,
+    Violation,
+    clipped,
+    nearest,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.files.hub import HubSnapshot, find_model
 from hybrid_engine.files.model_files import weight_files
@@ -109,7 +117,7 @@ def load_config(
     file = None
     if isinstance(source, Mapping):
         values = source
-    elif Path(source).is_dir():
+    elif os.path.isdir(source):  # unlike Path, also for texts that are no path
         values = {"model": str(source)}
     else:
         file = str(source)
@@ -254,9 +262,7 @@ def read_train_config(values: Mapping[str, Any], world_size: int) -> FsdpConfig:
     except pydantic.ValidationError as error:
         raise ConfigError(violations_of(error, TrainConfig, "train_config.")) from None
     key = "train_config.fsdp_config.replicas"
-    violations = list(replica_violations(fsdp, world_size, key))
-    if violations:
-        raise ConfigError(violations)
+    require_none(replica_violations(fsdp, world_size, key))
     return fsdp
 
 
@@ -292,8 +298,7 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
         remedy = "Name a directory, or leave it out"
         violations.append(Violation(key, problem, remedy, code="wrong-value"))
     violations += _wrong_values(values, rollout_config)
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     if dp_type == "none":
         return values | {"infer_data_parallel_size": 1}
     return values

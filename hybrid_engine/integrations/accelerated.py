@@ -9,7 +9,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config.keys import FromProgram
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    require_none,
+)
 from hybrid_engine.hybrid_engine import HybridEngine
 
 if TYPE_CHECKING:
@@ -65,8 +69,7 @@ def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None
     if problem:
         remedy = "Use FSDP2 (fsdp_version: 2), DDP or one process"
         violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def request_outputs(

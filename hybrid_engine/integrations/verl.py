@@ -35,7 +35,13 @@ from typing import Any
 
 from hybrid_engine.attaching import attach, prepare
 from hybrid_engine.config.loading import generate_values
-from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation, Violations
+from hybrid_engine.errors import (
+    DependencyError,
+    StateError,
+    Violation,
+    Violations,
+    require_none,
+)
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
 from hybrid_engine.switch.report import ReshardReport
@@ -115,9 +121,7 @@ class ElasticMegatronEngine(TaggedEngine):
         """
         engine: Any = self
         if not engine.engine_config.forward_only:
-            violations = list(_engine_violations(engine))
-            if violations:
-                raise ConfigError(violations)
+            require_none(_engine_violations(engine))
         with prepare():
             super().initialize()  # type: ignore[misc]
 
@@ -218,9 +222,7 @@ class Publisher(CheckpointEngine):
         """Build an engine around verl's. Raises ConfigError for settings that are not supported."""
         engine: Any = getattr(weights, "engine", None)
         servers = self._config.get("servers", self._servers)
-        violations = list(_violations(engine, servers))
-        if violations:
-            raise ConfigError(violations)
+        require_none(_violations(engine, servers))
         defaults: dict[str, Any] = {}
         if not self._shares_devices:
             defaults = {

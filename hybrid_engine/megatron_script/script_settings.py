@@ -25,7 +25,15 @@ from hybrid_engine.attaching.config_check import FLAGS, model_mismatches
 from hybrid_engine.backends.vllm.arguments import GENERATING_LAYOUT, generation_problem
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, Violations, clipped, collect, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    Violations,
+    clipped,
+    collect,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
@@ -177,8 +185,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         names = replace(FLAGS, flags=script.flags)
         mismatches = collect(violations, model_mismatches, table, args, transformer_config, names)
         violations += mismatches or ()
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     assert config is not None, "the reason why it could not be read is a violation"
     assert table is not None, "the reason why it could not be read is a violation"
     return ScriptSettings(config, table, sampling, prompts, options.output, callback)
@@ -333,8 +340,7 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
         problem = f"{options.prompts} is empty"
         remedy = "Write a prompt on every line"
         violations.append(Violation(key, problem, remedy, code="no-prompts"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     return tuple(prompt for prompt in parsed if prompt is not None)
 
 

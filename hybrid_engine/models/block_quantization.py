@@ -20,7 +20,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    require_none,
+)
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.regions import Region, Shape, Shapes
 
@@ -237,5 +241,4 @@ def require_matrices(names: Collection[str], shapes: Shapes, form: BlockFormat) 
                     code="not-a-matrix",
                 )
             )
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)

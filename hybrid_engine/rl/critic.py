@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import (
+    require_none,
+)
 from hybrid_engine.ports import Figures
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig
@@ -49,9 +51,7 @@ class Critic:
         self.model.set_learning_rate(self._learning_rate)
         self._loss = value_loss(config.value_clip)
         limits = self.model.engine.limits
-        violations = [*packing_violations(config, limits.no_packing)]
-        if violations:
-            raise ConfigError(violations)
+        require_none(packing_violations(config, limits.no_packing))
         self._calls = PackedCalls(limits, config.pack)
         # Only the head is new: the body is the policy's.
         if not has_own_model:

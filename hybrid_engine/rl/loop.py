@@ -35,6 +35,7 @@ from hybrid_engine.errors import (
     HybridEngineError,
     Violation,
     first_of,
+    require_none,
 )
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming
@@ -57,7 +58,6 @@ from hybrid_engine.rl.run_checks import (
     argument_violations,
     engines_of,
     limit_violations,
-    require_none,
     require_runnable,
     train_violations,
 )

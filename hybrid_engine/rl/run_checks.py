@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.assembly import settings_of
 from hybrid_engine.config import GenerateConfig, HybridConfig
-from hybrid_engine.errors import ConfigError, Violation, Violations, collect, nearest, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    Violations,
+    collect,
+    nearest,
+    require_none,
+    shortened,
+)
 from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import chunks_of
@@ -226,12 +234,6 @@ def engines_of(
         return settings_of(model, owner)
     except ConfigError as error:
         raise ConfigError([*error.findings, *train_violations(arguments)]) from None
-
-
-def require_none(violations: Sequence[Violation]) -> None:
-    """Raise ConfigError with these violations, if there are any."""
-    if violations:
-        raise ConfigError(violations)
 
 
 def train_violations(arguments: RunArguments) -> list[Violation]:

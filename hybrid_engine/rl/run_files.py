@@ -49,6 +49,7 @@ from hybrid_engine.errors import (
     Violations,
     clipped,
     first_of,
+    require_none,
     shortened,
 )
 from hybrid_engine.files.checksums import (
@@ -288,9 +289,7 @@ class RunFiles:
                 raise self._not_a_run(f"has a run.json of {old}, not of {new}", " of this kind")
             if resume and self.progress() is not None:
                 self.metrics.rows()  # raises if a line is damaged
-                violations = [*self._differences("", recorded, settings, defaults, free)]
-                if violations:
-                    raise ConfigError(violations)
+                require_none(self._differences("", recorded, settings, defaults, free))
             elif resume and os.path.lexists(self._first_checkpoint_file):
                 problem = (
                     f"{self.out} has no complete checkpoint, but had one: first-checkpoint is there"

@@ -10,7 +10,9 @@ from functools import partial
 
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import (
+    require_none,
+)
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.model_files import companions_digest
 from hybrid_engine.ranks.job import Job
@@ -86,9 +88,7 @@ class RunRecord:
         self._since = time.monotonic()
         with self._agreement.phase("checking the trackers"):
             if self._is_writer:
-                violations = [*tracker_violations(trackers, None if files is None else files.out)]
-                if violations:
-                    raise ConfigError(violations)
+                require_none(tracker_violations(trackers, None if files is None else files.out))
         if files is None:
             return
         with self._agreement.phase("reading the run"), naming("preparing the run in", files.out):

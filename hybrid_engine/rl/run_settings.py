@@ -35,9 +35,10 @@ from hybrid_engine.errors import (
     clipped,
     collect,
     first_of,
+    require_none,
     shortened,
 )
-from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.files.documents import apply_overrides, given_path, read_yaml
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.loop import train
 from hybrid_engine.rl.rewards import (
@@ -47,7 +48,7 @@ from hybrid_engine.rl.rewards import (
     named_rewards,
     reward_violations,
 )
-from hybrid_engine.rl.run_checks import RunArguments, require_none, run_violations
+from hybrid_engine.rl.run_checks import RunArguments, run_violations
 from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
@@ -173,7 +174,9 @@ class RunSettings:
         arguments = RunArguments.of(
             self.prompts, self.reward, self.config, {}, evaluate=self.evaluate
         )
-        require_none(run_violations(self.engines, arguments, num_ranks, Path(self.run.out)))
+        require_none(
+            run_violations(self.engines, arguments, num_ranks, given_path(self.run.out, "out"))
+        )
 
     def train(self) -> list[Row]:
         """Train, or go on; see `train`."""

@@ -17,6 +17,7 @@ from hybrid_engine.assembly import inference_side
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.parallelism import sizes_text
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
@@ -305,7 +306,8 @@ def _builder(
 ) -> Callable[..., FsdpActor | MegatronActor]:
     """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
 
-    Raises DependencyError if its packages are missing or have untested versions.
+    Raises DependencyError if its packages are missing or have untested versions, ConfigError for a
+    module that Megatron would train.
     """
     # lazily: the other trainer's packages may not be installed
     if config.actor_config.fsdp is not None:
@@ -314,6 +316,10 @@ def _builder(
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
         return partial(build_with_fsdp, module=module)
+    if module is not None:
+        problem = "is not set, but only FSDP2 trains a module"
+        violation = Violation("actor_config.fsdp", problem, "Set it to {}", code="not-supported")
+        raise ConfigError([violation])
     from hybrid_engine.attaching.attachment import apply_patches
 
     # before Megatron's modules are imported for the build

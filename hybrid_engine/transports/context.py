@@ -200,8 +200,8 @@ class RelayBuffers:
 
     def finish_writes(self) -> None:
         """Wait until the buffers are written: host threads, not streams, notify their readers."""
-        if any(flat.is_cuda for flat in self.tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        for device in {flat.device for flat in self.tensors.values() if flat.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def release(self) -> int:
         """Free the memory until `restore`, and return its bytes; handles stay valid."""

@@ -13,7 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,10 +25,12 @@ from hybrid_engine.backends.fsdp.names import (
     Tensors,
     WrappedNames,
     canonical_views,
+    plain_name,
     wrapped_names,
 )
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
-from hybrid_engine.backends.training_side import NamedTensor, Origins, is_frozen, layout_in
+from hybrid_engine.backends.training_side import NamedTensor, Origins, layout_in
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import (
     ConfigError,
     ParameterMismatchError,
@@ -387,26 +390,29 @@ class FsdpAdaptor(AdaptorWithSources):
         """True if this rank's part is that of the model without adapters, which is not trained."""
         names = self._names
         tensors = self.tensors.tensors
-        weights = [tensors[name] for name in names.weights.values()]
+        trained = [tensors[name] for name in names.weights.values() if tensors[name].requires_grad]
         changed = [lora for lora in names.loras if local_of(tensors[lora.b]).any()]
-        return bool(names.loras) and not changed and all(map(is_frozen, weights))
+        return bool(names.loras) and not changed and not trained
 
     @property
     def scalings(self) -> dict[str, float]:
         """Name of the A of each active adapter -> its scaling, which no state dict has."""
         return {lora.a: lora.scaling for lora in self._names.loras}
 
-    def whole_adapters(self) -> TensorDict:
-        """Return name -> whole tensor, on the CPU, of adapters and all else that is trained.
-
-        Collective.
-        """
+    def save_adapters(self, path: str | Path, *, writes: bool) -> None:
+        """Save adapters, and all else that is trained, by PEFT. Collective; one rank writes."""
         base = {*self._names.weights.values()}
-        return {
-            name: _gathered(tensor).cpu()
+        tensors = {
+            plain_name(name): _gathered(tensor).cpu()
             for name, tensor in self.tensors.tensors.items()
-            if name not in base or not is_frozen(tensor)
+            if name not in base or tensor.requires_grad
         }
+        if writes:
+            model: Any = getattr(self.model, "_orig_mod", self.model)
+            # PEFT takes the tensors of modules by their names, which may have those of wrappers.
+            modules = [(plain_name(name), module) for name, module in model.named_modules()]
+            with attributes_set([model], named_modules=lambda *_, **__: iter(modules)):
+                model.save_pretrained(path, state_dict=tensors)
 
     def computing_tensors(self) -> TensorDict:
         """Return transformers' name -> this rank's part of the tensor, with adapters merged.

@@ -25,7 +25,13 @@ from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_modul
 from hybrid_engine.backends.fsdp.names import Tensors, computing_modules, transformers_model
 from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.compute_check.fingerprint import settings_of
-from hybrid_engine.errors import ConfigError, DependencyError, ModelError, Violation, clipped
+from hybrid_engine.errors import (
+    DependencyError,
+    ModelError,
+    Violation,
+    clipped,
+    require_none,
+)
 from hybrid_engine.models.derived import meta_copy_of
 
 TESTED_TORCH = Version("2.13.0")
@@ -111,8 +117,7 @@ def require_trainable(model: torch.nn.Module) -> None:
         for (problem, remedy, code), is_broken in faults.items()
         if is_broken
     ]
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:

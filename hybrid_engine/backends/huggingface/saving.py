@@ -40,6 +40,7 @@ from hybrid_engine.errors import (
     ParameterMismatchError,
     Violation,
     first_of,
+    require_none,
     shortened,
 )
 from hybrid_engine.files.checksums import CHECKSUMS, checksum_of, read_checksums, write_checksums
@@ -483,8 +484,7 @@ def _require_replaceable(directory: Path) -> None:
             problem = f"{place} has files that are not part of a model: {first_of(names, 5)}"
             remedy = "Save to another directory, or move these files away"
             violations.append(Violation("path", problem, remedy, code="foreign-files"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def _foreign_names(directory: Path) -> list[str]:

@@ -31,7 +31,13 @@ from hybrid_engine.backends.vllm.requests import LOGPROBS_MODE
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.config.inference_rules import QUANTIZATIONS, UNQUANTISED
-from hybrid_engine.errors import ConfigError, Violation, Violations, nearest
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    Violations,
+    nearest,
+    require_none,
+)
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.models.quantization_configs import format_in
@@ -236,9 +242,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     from vllm.model_executor.models import supports_lora
 
     config, model_class = _accepted_config(settings, rank, device_type)
-    violations = list(_cannot_generate(config, device_type, settings.generate.drafts_with_mtp))
-    if violations:
-        raise ConfigError(violations)
+    require_none(_cannot_generate(config, device_type, settings.generate.drafts_with_mtp))
     is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
     quantization = config.model_config.quantization
     if quantization is not None and is_moe_on_cpu:
@@ -303,8 +307,7 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
             problem = f"it follows from other keys: {derived[name]!r}"
             remedy = "Leave it out; set those of generate_config"
             violations.append(Violation(key, problem, remedy, code="derived-argument"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def _check_quantization(chosen: str | None, device_type: str) -> None:

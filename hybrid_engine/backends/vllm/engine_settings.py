@@ -14,10 +14,10 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.config.keys import Dtype
 from hybrid_engine.errors import (
     ArgumentError,
-    ConfigError,
     StateError,
     Violation,
     nearest,
+    require_none,
     shortened,
 )
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -60,9 +60,8 @@ class InferenceSettings:
 
     def __post_init__(self) -> None:
         # The order of ranks is meaningful only if the sizes divide the world.
-        violations = list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes))
-        if violations:
-            raise ConfigError(violations)
+        require_none(count_violations(self.sizes))
+        require_none(infer_rank_violations(self.sizes))
 
 
 def _listed(value: Any) -> Any:

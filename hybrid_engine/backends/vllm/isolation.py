@@ -24,7 +24,14 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.errors import ConfigError, ModelError, StateError, UnknownModelError, Violation
+from hybrid_engine.errors import (
+    ConfigError,
+    ModelError,
+    StateError,
+    UnknownModelError,
+    Violation,
+    require_none,
+)
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.ranks.job import Job
@@ -80,8 +87,7 @@ def check_world(settings: InferenceSettings, job: Job) -> None:
                 code="not-the-default-group",
             )
         )
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def register_model_class(model_dir: str) -> None:

@@ -26,7 +26,12 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
+from hybrid_engine.errors import (
+    StateError,
+    Violation,
+    Violations,
+    require_none,
+)
 from hybrid_engine.memory.pool import Memories
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -68,9 +73,7 @@ class DeliveredLoras:
         Raises ConfigError with every tensor or setting that does not fit, and StateError while vLLM
         has unfinished requests. The former version stays in both cases.
         """
-        violations = list(self._violations(settings, tensors))
-        if violations:
-            raise ConfigError(violations)
+        require_none(self._violations(settings, tensors))
         # vLLM distinguishes cached prefixes of LoRAs by name only, not by version.
         reset_prefix_cache(self._llm)
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}

@@ -20,7 +20,14 @@ from typing import Any
 import yaml
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, Violation, Violations, nearest, shortened
+from hybrid_engine.errors import (
+    ConfigError,
+    Violation,
+    Violations,
+    nearest,
+    require_none,
+    shortened,
+)
 from hybrid_engine.files.documents import apply_overrides, read_yaml, section_at
 from hybrid_engine.tools.cli.options import check_config, split_words
 
@@ -159,8 +166,7 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     """
     violations: list[Violation] = []
     files, overrides = split_words(words, _OVERRIDE, violations)
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     values = read_yaml(files[0], "CONFIG") if files else {}
     ours = []
     theirs = []
@@ -188,16 +194,14 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
     num_mtp_layers = None if reading.get("model.mtp.enable") else 0
     remarks = list(reading.remarks())
     violations += reading.misspelt()
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     translated: dict[Any, Any] = {}
     for key, value in reading.keys.items():
         *sections, name = key.split(".")
         section_at(translated, sections)[name] = value
     shown = yaml.safe_dump(translated, sort_keys=False).strip()
     violations += apply_overrides(translated, ours)
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     try:
         config = check_config(translated, ranks, None, num_mtp_layers=num_mtp_layers)
     except ConfigError as error:

@@ -21,6 +21,7 @@ from hybrid_engine.errors import (
     Violation,
     Violations,
     collect,
+    require_none,
     shortened,
 )
 from hybrid_engine.files.documents import apply_overrides, read_yaml
@@ -85,8 +86,7 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
     values = values or {}
     violations += apply_overrides(values, overrides)
     values.pop("run", None)  # of `train`
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     directory = Path(files[0]).absolute().parent if files else None
     return check_config(values, ranks, directory)
 
@@ -102,9 +102,7 @@ def check_config(
 
     Raises ConfigError.
     """
-    violations = list(_rank_violations(ranks))
-    if violations:
-        raise ConfigError(violations)
+    require_none(_rank_violations(ranks))
     try:
         return load_config(
             values,

@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import (
+    Violation,
+    require_none,
+)
 from hybrid_engine.layouts.memory import GIB, MIB, gib
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
 from hybrid_engine.planning.planner import frozen_tensors
@@ -214,8 +217,7 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> dict[str, Any]:
             problem = f"no tensor matches {pattern}"
             remedy = "Use names of the checkpoint, as in model.safetensors.index.json"
             violations.append(Violation("--frozen", problem, remedy, code="no-tensor-matches"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
     kept = frozen_tensors(source, destination, frozen, job.bucket_nbytes)
     sent = summarize(
         _without(source, kept),

@@ -14,6 +14,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
-from hybrid_engine.backends.fsdp.names import model_of_config
+from hybrid_engine.backends.fsdp.names import model_of_config, transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import (
+    Violation,
+    require_none,
+)
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import end_groups
@@ -78,10 +82,11 @@ def build_actor(
     mesh = mesh_of(_fsdp_config(config), job.device, job.world_size)
     # the default group belongs to the job
     groups = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-    owner.callback(end_groups, *groups)
     # for random numbers of a loss function; the weights are seeded separately
     torch.manual_seed(actor.seed)
+    is_of_caller = module is not None
     if module is None:
+        owner.callback(end_groups, *groups)
         module = build_sharded_model(config, mesh, job.device)
     else:
         shard_model(module, _fsdp_config(config), mesh)
@@ -98,12 +103,18 @@ def build_actor(
         actor.seq_length,
         config.generate_config.lora_delivery,
     )
+    if is_of_caller:
+        # It stays sharded, so its groups stay as well.
+        owner.callback(engine.model.close)
 
     def frozen_copy() -> FsdpTrainEngine:
         is_changed = not engine.model.weights.adapters_add_nothing
         if not any(job.agreement.any_of([is_changed], "looking at the adapters")):
             return engine.without_adapters()
-        copied = build_sharded_model(config, mesh, job.device).requires_grad_(False)
+        copied: Any = build_sharded_model(config, mesh, job.device).requires_grad_(False)
+        # Another kernel rounds otherwise, which would count as a difference of the models.
+        original: Any = transformers_model(engine.model.model)
+        copied.set_attn_implementation(original.config._attn_implementation)
         copy = FsdpTrainEngine(
             copied, None, table, job, actor.micro_batch_size, seq_length=actor.seq_length
         )
@@ -170,8 +181,7 @@ def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
     if not any(parameter.requires_grad for parameter in parameters.values()):
         problem = f"{', '.join(patterns[:5])} would freeze every parameter"
         violations.append(Violation(key, problem, "Leave some out", code="nothing-is-trained"))
-    if violations:
-        raise ConfigError(violations)
+    require_none(violations)
 
 
 def _adam(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -48,7 +48,11 @@ from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.config.loading import broken_rules
 from hybrid_engine.config.rules import TrainingContext
-from hybrid_engine.errors import ConfigError, ModelError, StateError
+from hybrid_engine.errors import (
+    ModelError,
+    StateError,
+    require_none,
+)
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.memory.elastic import allocate_elastic
@@ -241,9 +245,7 @@ def _checked_configs(
 ) -> MegatronConfigs:
     """Return the configurations of a model, its DDP and its optimizer. Raises ConfigError."""
     context = TrainingContext(actor, table, world_size)
-    violations = broken_rules(context, weights_only=weights_only)
-    if violations:
-        raise ConfigError(violations)
+    require_none(broken_rules(context, weights_only=weights_only))
     return megatron_configs(actor, train_sizes(actor, world_size), table)
 
 

@@ -284,11 +284,10 @@ def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, t
 def test_the_example_says_that_it_uses_the_engine_and_learns() -> None:
     command = [sys.executable, "examples/trl_sums.py"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout
-    switch, curve = (line for line in output.splitlines() if line.startswith(("[Reshard]", "rewards")))
-    assert switch.startswith("[Reshard] direction=train->infer")
-    rewards = [float(word) for word in curve.split()[5:]]
-    assert rewards[0] < 0.6
-    assert rewards[-1] > 0.75
+    assert "[Reshard] direction=train->infer" in output
+    first, *_, last = output.split()[-10:]
+    assert float(first) < 0.6
+    assert float(last) > 0.75
 
 
 @with_trl

@@ -60,19 +60,31 @@ def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
     return {"moments": len(worker.actor.engine.optimizer.inner.state), "is_apart": worker.adapter is not None}
 
 
-def run(model: Any, out: Path, generate: Values | None = None, **functions: Any) -> list[Row]:
-    settings = workers.settings(model, {}, generate)
+def run(
+    model: Any,
+    out: Path,
+    generate: Values | None = None,
+    fsdp: Values | None = None,
+    **functions: Any,
+) -> list[Row]:
+    settings = workers.settings(model, {"fsdp": fsdp or {}}, generate)
     return train(settings, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, evaluate=evaluate, **functions)
 
 
-@on_engines({1: ["merge", "whole"], 2: ["merge", "adapter", "bfloat16 merge", "bfloat16 adapter", "whole"]})
+@on_engines(
+    {
+        1: ["merge checkpointed", "whole"],
+        2: ["merge", "adapter", "bfloat16 merge", "bfloat16 adapter", "whole"],
+    }
+)
 def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, case: str) -> None:
     dtype = "bfloat16" if "bfloat16" in case else "float32"
     is_apart = "adapter" in case
     trained = loaded(model) if case == "whole" else adapted(model, dtype)
     before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     num_trained = sum(parameter.requires_grad for parameter in trained.parameters())
-    rows = run(trained, tmp_path / "run", {"lora_delivery": "adapter"} if is_apart else {})
+    generate = {"lora_delivery": "adapter"} if is_apart else {}
+    rows = run(trained, tmp_path / "run", generate, {"activation_checkpointing": "checkpointed" in case})
     for row in rows:
         assert row["logprob_diff"] < (1e-4 if dtype == "float32" else 0.2)
         assert (row["moments"], row["is_apart"]) == (num_trained, is_apart)

@@ -66,7 +66,9 @@ def test_a_dry_run_shows_the_prompt_its_rewards_and_the_plan(file: Path) -> None
 def test_a_wrong_file_is_refused_before_ranks_start(file: Path) -> None:
     result = invoke("train", file, "run.reward=luck", "--ranks", 2, "--dry-run", status=2)
     assert "run.reward: 'luck'" in result.output
-    result = invoke("train", file, "run.grpo.max_tokens=500", "--ranks", 2, "--dry-run", status=2)
+    result = invoke(
+        "train", file, "run.reward=exact_answer", "run.grpo.max_tokens=500", "--ranks", 2, "--dry-run", status=2
+    )
     assert "but 16 fit together" in result.output
     invoke("train", "run.grpo.steps=1", status=2)
 
