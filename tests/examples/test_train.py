@@ -134,7 +134,7 @@ def wait_for_rows(directory: RunFiles, count: int, process: subprocess.Popen[str
 def check_progress(output: str) -> None:
     """Check the lines that replace the progress bar before the first row."""
     lines = output.splitlines()
-    assert lines[0] == "starting engines ..."
+    assert lines[1] == "starting engines ..."  # after the line of the launcher
     warm_up = next(line for line in lines if line.startswith("warm-up"))
     assert lines.index(warm_up) < next(index for index, line in enumerate(lines) if line.split()[:1] == ["0"])
 
