@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from tests.harness.errors import has_violations, refused
+from tests.harness.errors import has_violations, refused, violated
 from tests.zoo.families import served_config, write_config
 
 
@@ -29,14 +30,21 @@ def test_a_job_with_another_timeout_is_refused_before_building(job: None) -> Non
 def test_a_schedule_needs_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.optimizer_param_scheduler", None)
     with refused(DependencyError, "needs-package"):
-        worker._builder(HybridConfig(model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}))
+        worker._builder(
+            HybridConfig(model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}), None
+        )
+
+
+def test_a_module_needs_fsdp() -> None:
+    with violated(ConfigError, ("actor_config.fsdp", "not-supported")):
+        worker._builder(HybridConfig(model=Path("nowhere")), torch.nn.Linear(1, 1))
 
 
 @pytest.mark.slow  # imports vLLM
 def test_a_model_that_cannot_generate_is_refused_before_building(
     job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_builder", lambda config: lambda *arguments, **named: pytest.fail("it is built"))
+    monkeypatch.setattr(worker, "_builder", lambda *_: lambda *arguments, **named: pytest.fail("it is built"))
     model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
     generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)  # too small for a sequence
     environment = dict(os.environ)
