@@ -47,6 +47,7 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
     monkeypatch.setattr(worker, "_builder", lambda *_: lambda *arguments, **named: pytest.fail("it is built"))
     model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
     generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)  # too small for a sequence
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it with its first import of vLLM
     environment = dict(os.environ)
     with pytest.raises(ConfigError) as caught:
         ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
