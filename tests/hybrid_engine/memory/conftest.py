@@ -24,6 +24,7 @@ def rig() -> Iterator[Rig]:
         yield rig
         rig.assert_empty()
     deadline = time.monotonic() + 5
-    while num_open_fds() != fds and time.monotonic() < deadline:
+    while num_open_fds() > fds and time.monotonic() < deadline:
         time.sleep(0.05)  # the descriptor server is closing its last connection
-    assert num_open_fds() == fds
+    # Fewer if those of an earlier test's silent peers have ended meanwhile.
+    assert num_open_fds() <= fds
