@@ -108,7 +108,7 @@ def test_nothing_leaks():
     deadline = time.monotonic() + 10
     while num_open_fds() > fds and time.monotonic() < deadline:  # of the server
         time.sleep(0.01)
-    assert num_open_fds() == fds
+    assert num_open_fds() <= fds
 
 
 def test_the_buffer_of_any_view_is_found():
