@@ -39,7 +39,7 @@ OPTIMIZER_NBYTES = 12
 MIB = 2**20
 GRANULE = 2 * MIB
 BUCKET_NBYTES = 64 * MIB
-"""Of the version that was measured."""
+"""Size of a bucket in the version that was measured."""
 PIECE_NBYTES = 256 * MIB
 """Memory of one piece is mapped while another is copied (`memory/offload_items.py`)."""
 

@@ -24,7 +24,12 @@ from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.config.rules import given
-from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation
+from hybrid_engine.errors import (
+    ConfigError,
+    ParameterMismatchError,
+    Violation,
+    require_none,
+)
 from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.files.model_files import CODE, TOKENIZER, files_like
 from hybrid_engine.memory.offloader import Offloader
@@ -519,12 +524,10 @@ def _checked_config(
         "actor_config.params_dtype": config.actor_config.params_dtype != dtype,
         "actor_config.frozen_parameters": config.actor_config.frozen_parameters,
     }
-    contradictions = [
+    require_none(
         Violation(key, "contradicts `model`, an object", "Leave it out", code="conflicting-keys")
         for key in given(of_model)
-    ]
-    if contradictions:
-        raise ConfigError(contradictions)
+    )
     table = config.table()
     # Its result is not needed here: it raises ModelError for weights that cannot be mapped.
     read_model_weights(model, tensors, table, config.generate_config.lora_delivery)

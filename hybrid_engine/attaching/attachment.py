@@ -118,9 +118,7 @@ def live_config(
     """
     from hybrid_engine.backends.megatron import live_model as megatron
 
-    unusable = [*megatron.unusable_chunks(chunks, optimizer)]
-    if unusable:
-        raise ConfigError(unusable)
+    require_none(megatron.unusable_chunks(chunks, optimizer))
     actor_keys = values.get("actor_config") or {}
     live = megatron.actor_values(chunks)
     violations: list[Violation] = []

@@ -95,7 +95,7 @@ _DECIDED_ELSEWHERE = {
         r"(^|_)(num|n|size|dim|rank|heads?|layers?|experts?|groups?|k|topk|freq|step|replace|expand)(_|$)"
     ),
     "windows and rotations, which are compared layer by layer": (
-        # The whole section of rotary settings but llama_4_scaling_beta, which is no rotation.
+        # The whole section of rotary settings but llama_4_scaling_beta, which does not rotate.
         r"window|rotary_(dim|pct)|^rope_(theta|scaling|parameters)$|rope_parameters\.(?!llama_4)"
     ),
     "lengths, which limit inputs": r"position_embeddings|length|seq_len",

@@ -17,7 +17,6 @@ from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, given
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
 from hybrid_engine.errors import (
-    ConfigError,
     Violation,
     Violations,
     require_none,
@@ -261,14 +260,12 @@ def require_room(config: HybridConfig, world_size: int, device_nbytes: int) -> N
     if may_take_less or [*_not_planned(config)]:
         return
     remedy = "Use more ranks, larger parallel sizes, or offload more"
-    over = [
+    require_none(
         _too_large(phase, device_nbytes / GIB, "actor_config", remedy)
         for phase in memory_plan(config, world_size).phases.values()
         # A reference exists with a KL term only.
         if phase.name != "reference" and phase.total.max() > device_nbytes
-    ]
-    if over:
-        raise ConfigError(over)
+    )
 
 
 def _not_planned(config: HybridConfig) -> Violations:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import (
+    require_none,
+)
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations
@@ -65,9 +67,7 @@ def inference_side(
     Raises:
         ConfigError: lists every violation of the sizes.
     """
-    invalid = violations(parallelism, table)
-    if invalid:
-        raise ConfigError(invalid)
+    require_none(violations(parallelism, table))
     return _VllmSide(table, parallelism, dtype).build()
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import (
+    require_none,
+)
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.size_rules import violations
@@ -39,9 +41,7 @@ def training_side(
     Raises:
         ConfigError: lists every violation of the sizes.
     """
-    invalid = violations(parallelism, table)
-    if invalid:
-        raise ConfigError(invalid)
+    require_none(violations(parallelism, table))
     return _TrainingSide(table, parallelism, dtype).build()
 
 

@@ -274,7 +274,7 @@ def _rotary_relations(config: Any, config_class: ConfigClass) -> Violations:
         )
     sections = (vars(config), rope, *(rope.get(kind) or {} for kind in sorted(_KINDS)))
     # Files give the share at the top or with the rotary settings, of all layers or of each kind. 1
-    # is no share.
+    # means the whole head.
     shares = {section.get("partial_rotary_factor") or 1.0 for section in sections} - {1.0}
     if shares and not config_class.rotates_part:
         yield Violation(

@@ -112,12 +112,11 @@ def require_trainable(model: torch.nn.Module) -> None:
             "several-dtypes",
         ): mixed and len({parameter.dtype for parameter in named.values()}) > 1,
     }
-    violations = [
+    require_none(
         Violation("model", problem, remedy, code=code)
         for (problem, remedy, code), is_broken in faults.items()
         if is_broken
-    ]
-    require_none(violations)
+    )
 
 
 def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:

@@ -307,7 +307,7 @@ class GlobalNames:
             local_name = name.removeprefix(prefix)
             name = prefix + _EXPERT.sub(lambda match: str(numbers[int(match[0])]), local_name)
         # The prefix is "decoder.layers.N." or "mtp.layers.N." for the parameters of layers. The
-        # whole of "embedding.word_embeddings.weight" is no key of `_layers`.
+        # whole of "embedding.word_embeddings.weight" is not in `_layers`.
         layer = ".".join(name.split(".")[:3]) + "."
         return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
 

@@ -191,8 +191,8 @@ def scales_of(weight: torch.Tensor, shard: Shard, start: int, form: BlockFormat)
     _, num_columns = stored.elements.shape
     # In a parameter of 64 columns, an offset of 130 is row 2, column 2.
     row, column = divmod(shard.place.offset - start, num_columns)
-    # Every row has a stride of 64, every second one of 128. Another stride is no step of whole
-    # rows.
+    # Every row has a stride of 64, every second one of 128. Any other stride does not step
+    # by whole rows.
     row_step, remainder = divmod(shard.place.strides[0], num_columns)
     if len(shard.region.lengths) != 2 or remainder or shard.place.strides[1] != 1:
         raise ValueError(f"{form.method}, but training has a {_kind(weight)} in another order")

@@ -158,7 +158,7 @@ class VllmAdaptor:
         memory. Collective if vLLM's processing is.
         """
         self._processed.barrier.finish()
-        # Only commits have written since `forget`, so what they wrote is no trace of a forward.
+        # Only commits have written since `forget`, so their writes do not show a forward.
         if not self._may_have_computed:
             self._processed.forward_state.disregard_commits()
         self._may_have_computed = True

@@ -175,7 +175,7 @@ class ProcessedModel:
                 self.bind(name, tensors)
                 yield
         finally:
-            # Live parameters are no changes of a derivation, so its rollback does not restore them.
+            # A derivation does not record live parameters, so its rollback does not restore them.
             for storage in self.traced.storages_of(name):
                 if storage.name in self.live:
                     for binding in storage.bindings:
@@ -294,8 +294,8 @@ def _inspected(
     modules = dict(traced.model.named_modules())
     live = traced.snapshot.live(modules)
     written = traced.snapshot.written()
-    # Tensors that existed before the processing and are no weights, and weights that a switch fills
-    # in place. Any other tensor was derived.
+    # Tensors that existed before the processing and are not weights, and weights that a switch
+    # fills in place. Any other tensor was derived.
     known = traced.snapshot.constants | {storage_key(tensor) for tensor in live.values()}
     derivations: dict[str, Derivation] = {}
     computed_with: set[int] = set()  # storages of derived tensors
