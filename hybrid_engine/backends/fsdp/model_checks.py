@@ -29,6 +29,7 @@ from hybrid_engine.errors import (
     DependencyError,
     ModelError,
     Violation,
+    Violations,
     clipped,
     require_none,
 )
@@ -79,44 +80,42 @@ def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
 
 def require_trainable(model: torch.nn.Module) -> None:
     """Raise ConfigError with every reason why this package's trainer cannot train a model."""
+    require_none(_untrainable(model))
+
+
+def _untrainable(model: torch.nn.Module) -> Violations:
     named = dict(model.named_parameters())
     trained = [name for name in named if named[name].requires_grad]
     coarse = [name for name in trained if named[name].dtype is not torch.float32]
     mixed = [
         name
         for name, module in model.named_modules()
-        # FSDP gathers for the forward pass of a module, which these adapters lack.
         if hasattr(module, "parameter_name") or len(getattr(module, "lora_embedding_A", ()))
     ]
-    faults = {
-        (f"is a {type(model).__name__}", "Pass a causal LM of transformers", "wrong-value"): (
-            not isinstance(transformers_model(model), PreTrainedModel)
-        ),
-        ("is sharded", "Pass it as it was: actor_config.fsdp shards it", "already-sharded"): any(
-            isinstance(parameter, DTensor) for parameter in named.values()
-        ),
-        (
-            "has no parameter that requires a gradient",
-            "Pass one of get_peft_model, or of PeftModel.from_pretrained(..., is_trainable=True)",
-            "nothing-is-trained",
-        ): not trained,
-        (
-            f"trains {len(coarse)} parameters that are not float32, first {coarse[:1]}",
+    if not isinstance(transformers_model(model), PreTrainedModel):
+        problem = f"is a {type(model).__name__}"
+        yield Violation("model", problem, "Pass a causal LM of transformers", code="wrong-value")
+    if any(isinstance(parameter, DTensor) for parameter in named.values()):
+        remedy = "Pass it as it was: actor_config.fsdp shards it"
+        yield Violation("model", "is sharded", remedy, code="already-sharded")
+    if not trained:
+        problem = "has no parameter that requires a gradient"
+        remedy = (
+            "Pass one of get_peft_model, or of PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+        yield Violation("model", problem, remedy, code="nothing-is-trained")
+    if coarse:
+        problem = f"trains {len(coarse)} parameters that are not float32, first {coarse[:1]}"
+        remedy = (
             "Load it in float32, with actor_config.fsdp.mixed_precision, or train adapters, which "
-            "PEFT keeps in float32",
-            "not-float32",
-        ): coarse,
-        (
-            f"has adapters of another dtype, first {mixed[:1]}",
-            "Load it in float32, or adapt linear layers alone",
-            "several-dtypes",
-        ): mixed and len({parameter.dtype for parameter in named.values()}) > 1,
-    }
-    require_none(
-        Violation("model", problem, remedy, code=code)
-        for (problem, remedy, code), is_broken in faults.items()
-        if is_broken
-    )
+            "PEFT keeps in float32"
+        )
+        yield Violation("model", problem, remedy, code="not-float32")
+    # FSDP gathers for the forward pass of a module, which these adapters lack.
+    if mixed and len({parameter.dtype for parameter in named.values()}) > 1:
+        problem = f"has adapters of another dtype, first {mixed[:1]}"
+        remedy = "Load it in float32, or adapt linear layers alone"
+        yield Violation("model", problem, remedy, code="several-dtypes")
 
 
 def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:
