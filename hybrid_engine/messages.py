@@ -18,7 +18,7 @@ import msgspec
 
 from hybrid_engine.errors import MessageError
 
-VERSION = 1
+VERSION = 2
 """First byte of every message. Ranks of one job run the same code, but a server may not."""
 
 LIMIT = 256 * 1024**2

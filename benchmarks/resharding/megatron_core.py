@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
+from msgspec.structs import replace
 
 from benchmarks.resharding.bridges import transformer_engine_name
 from benchmarks.resharding.measuring import Clock, Digests, digest

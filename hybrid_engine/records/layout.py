@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
 
 from hybrid_engine.errors import PlanError
+from hybrid_engine.messages import Record
 from hybrid_engine.records.regions import (
     Region,
     Shape,
@@ -52,20 +56,23 @@ class BufferId:
     name: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
+Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
+"""Any number that int64 arithmetic can handle. `validation` checks its meaning and names the
+tensor."""
+
+
+class Extent(Record, frozen=True, order=True):
     """The flat interval [start, stop) of a buffer, in elements."""
 
-    start: int
-    stop: int
+    start: Number
+    stop: Number
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"invalid interval [{self.start}, {self.stop})")
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(Record, frozen=True):
     """Properties of a flat buffer.
 
     Attributes:
@@ -76,7 +83,7 @@ class Buffer:
         exported: peers on the same host can map the buffer's memory and read it directly.
     """
 
-    numel: int
+    numel: Number
     dtype: str
     group: str = ""
     padding: tuple[Extent, ...] = ()

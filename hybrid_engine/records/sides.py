@@ -28,47 +28,28 @@ import numpy as np
 from hybrid_engine.errors import MessageError, PlanError
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.records.holdings import Holdings, holdings_of
-from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Number, Place, Shard
 from hybrid_engine.records.regions import Region, Shape, Shapes, splits_of
 from hybrid_engine.records.validation import undeclared_faults
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
-_Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
-"""Any number that int64 arithmetic can handle. `validation` checks its meaning and names the
-tensor."""
+_Names = dict[str, tuple[Number, ...]]
+"""Tensors and their shapes, in the model's order."""
 
 
-class _NamesMessage(Record, frozen=True):
-    """Tensors and their shapes, in the model's order."""
-
-    names: list[str]
-    shapes: list[tuple[_Number, ...]]
-
-
-class _BufferMessage(Record, frozen=True):
-    """Message form of `Buffer`, with padding as (start, stop)."""
-
-    name: str
-    numel: _Number
-    dtype: str
-    group: str
-    padding: list[tuple[_Number, _Number]]
-    exported: bool
-
-
-class _ShardRecord(Record, frozen=True):
+class _ShardRecord(Record, frozen=True, order=True):
     """Message form of `Shard`, with its tensor and its buffer as indices."""
 
-    tensor: _Index
     buffer: _Index
-    offset: _Number
-    strides: tuple[_Number, ...]
-    starts: tuple[_Number, ...]
-    lengths: tuple[_Number, ...]
+    offset: Number
+    tensor: _Index
+    starts: tuple[Number, ...]
+    lengths: tuple[Number, ...]
+    strides: tuple[Number, ...]
 
 
 class _RecordsMessage(Record, frozen=True):
-    buffers: list[_BufferMessage]
+    buffers: dict[str, Buffer]
     shards: list[_ShardRecord]
 
 
@@ -84,11 +65,11 @@ def layout_messages(layout: Layout) -> tuple[bytes, bytes]:
 
 
 def _names_message(tensors: Shapes) -> bytes:
-    return encode(_NamesMessage(list(tensors), list(tensors.values())))
+    return encode(dict(tensors))
 
 
-def _numbered(tensors: Iterable[str]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(tensors)}
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
 
 
 def _records_message(layout: Layout, tensor_numbers: Mapping[str, int]) -> bytes:
@@ -103,43 +84,20 @@ def _records_message(layout: Layout, tensor_numbers: Mapping[str, int]) -> bytes
         raise PlanError(faults)
     # By name only: the rank is not part of the message.
     ids = sorted(layout.buffers, key=lambda buffer_id: buffer_id.name)
-    buffer_numbers = {buffer_id: number for number, buffer_id in enumerate(ids)}
-    buffers = []
-    for buffer_id in ids:
-        buffer = layout.buffers[buffer_id]
-        padding = [(extent.start, extent.stop) for extent in buffer.padding]
-        buffers.append(
-            _BufferMessage(
-                buffer_id.name,
-                buffer.numel,
-                buffer.dtype,
-                buffer.group,
-                padding,
-                buffer.exported,
-            )
-        )
+    buffers = {buffer_id.name: layout.buffers[buffer_id] for buffer_id in ids}
+    buffer_numbers = _numbered(buffers)
     shards = [
         _ShardRecord(
-            tensor_numbers[shard.region.tensor],
-            buffer_numbers[shard.place.buffer],
+            buffer_numbers[shard.place.buffer.name],
             shard.place.offset,
-            shard.place.strides,
+            tensor_numbers[shard.region.tensor],
             shard.region.offsets,
             shard.region.lengths,
+            shard.place.strides,
         )
         for shard in layout.shards
     ]
-    shards.sort(
-        key=lambda shard: (
-            shard.buffer,
-            shard.offset,
-            shard.tensor,
-            shard.starts,
-            shard.lengths,
-            shard.strides,
-        )
-    )
-    return encode(_RecordsMessage(buffers, shards))
+    return encode(_RecordsMessage(buffers, sorted(shards)))
 
 
 def _decoded_layout(
@@ -156,18 +114,9 @@ def _decoded_layout(
     """
     records: _RecordsMessage = decode(message, _RecordsMessage)
     names = list(tensors)
+    ids = [BufferId(rank, name) for name in records.buffers]
+    buffers = dict(zip(ids, records.buffers.values(), strict=True))
     try:
-        ids = [BufferId(rank, record.name) for record in records.buffers]
-        buffers = {}
-        for buffer_id, record in zip(ids, records.buffers, strict=True):
-            padding = tuple(Extent(start, stop) for start, stop in record.padding)
-            buffers[buffer_id] = Buffer(
-                record.numel,
-                record.dtype,
-                record.group,
-                padding,
-                record.exported,
-            )
         shards = []
         for shard in records.shards:
             region = Region(names[shard.tensor], shard.starts, shard.lengths)
@@ -259,20 +208,14 @@ class Side:
                 firsts.append(rank)
         # Each names message is decoded once: layouts share its tensors, and `Layout.merge` relies
         # on that identity.
-        tensors = {}
+        tensors: dict[int, dict[str, Shape]] = {}
         kinds = []
         # Little-endian, so that hosts of both byte orders agree.
         digest = hashlib.sha256(kind_of.astype("<i8").tobytes())
         for rank in firsts:
             names_index, records_index = by_rank[rank]
             if names_index not in tensors:
-                names = decode(messages[names_index], _NamesMessage)
-                if len(names.names) != len(names.shapes):
-                    raise MessageError(
-                        f"not a layout: {len(names.names)} names and {len(names.shapes)} shapes",
-                        code="not-a-layout",
-                    )
-                tensors[names_index] = dict(zip(names.names, names.shapes, strict=True))
+                tensors[names_index] = decode(messages[names_index], _Names)
             kinds.append(
                 _decoded_layout(tensors[names_index], messages[records_index], rank),
             )

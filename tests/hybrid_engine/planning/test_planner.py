@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.coalescing import coalesce
@@ -283,15 +284,16 @@ def test_fingerprints_depend_on_every_input(case: Case) -> None:
     assert relayed != fingerprint
     assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
     layout = case.destination
-    buffer_id = min(layout.buffers)
-    moved = replace(layout.shards[0], place=replace(layout.shards[0].place, offset=10**6))
+    buffer_id, buffer = min(layout.buffers.items())
+    first, *others = layout.shards
+    moved = replace(first, place=replace(first.place, offset=10**6))
     variants = [
-        replace(layout, shards=(moved, *layout.shards[1:])),
-        replace(layout, shards=layout.shards[1:]),
+        replace(layout, shards=(moved, *others)),
+        replace(layout, shards=tuple(others)),
         replace(layout, tensors={**layout.tensors, "more": (2,)}),
         replace(layout, tensors={"more": (2,), **layout.tensors}),
-        replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], dtype="int8")}),
-        replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], group="other")}),
+        replace(layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, dtype="int8")}),
+        replace(layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, group="other")}),
     ]
     fingerprints = {Side.split(variant, len(hosts)).fingerprint for variant in (layout, *variants)}
     assert len(fingerprints) == len(variants) + 1
