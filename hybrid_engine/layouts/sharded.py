@@ -24,6 +24,7 @@ from hybrid_engine.records.holdings import (
     SideLayout,
 )
 from hybrid_engine.records.regions import (
+    LocalBox,
     Shape,
     Shapes,
     StridedView,
@@ -88,23 +89,6 @@ class PackedModel:
         return name not in self.whole and self.shapes[name][0] % num_shards == 0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBox:
-    """A box of a tensor on a rank, with its place in a flat buffer of the rank.
-
-    Attributes:
-        offsets: start of the box in the tensor.
-        lengths: elements per dim; some are 0 if the rank holds nothing.
-        start: position of the box's first element in the buffer.
-        strides: elements per dim.
-    """
-
-    offsets: Shape
-    lengths: Shape
-    start: int
-    strides: Shape
-
-
 def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterator[LocalBox]:
     """Yield the boxes of a canonical tensor that a rank holds.
 
@@ -119,8 +103,7 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
     shape = packed.shape
     unit = contiguous_strides(shape)
     for box in boxes_of_copy(parameter, packed, StridedView(0, shape, unit)):
-        # A box of the parameter. Its dst strides are positions in the canonical tensor. Cut it to
-        # the rank's part.
+        # A box of the parameter, with its place in the canonical tensor. Cut it to the rank's part.
         first = tuple(map(max, box.offsets, part.offsets))
         last = tuple(
             map(min, _ends(box.offsets, box.lengths), _ends(part.offsets, part.lengths)),
@@ -129,7 +112,7 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
         # The box lies in the parameter, but outside of the rank's part.
         if min(sizes, default=1) <= 0:
             continue
-        position = box.dst_offset + _distance(first, box.offsets, box.dst_strides)
+        position = box.position_of(first)
         # The index of flat element `position` in the canonical tensor: row-major, like its storage.
         offsets = tuple(position // step % size for step, size in zip(unit, shape, strict=True))
         lengths = [1] * len(shape)
@@ -137,7 +120,7 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
         for dim, size in enumerate(sizes):
             if size == 1:
                 continue
-            along = _dim_of(box.dst_strides[dim], unit, shape)
+            along = _dim_of(box.strides[dim], unit, shape)
             if along is None or offsets[along] + size > shape[along]:
                 raise ValueError(
                     f"dim {dim} of parameter shape {parameter} holds several dims of the tensor"
@@ -146,18 +129,11 @@ def held_boxes(packed: StridedView, parameter: Shape, part: LocalBox) -> Iterato
             # The rank steps through its buffer, so its strides count, not those of the canonical
             # tensor.
             strides[along] = part.strides[dim]
-        start = part.start + _distance(first, part.offsets, part.strides)
-        yield LocalBox(offsets, tuple(lengths), start, tuple(strides))
+        yield LocalBox(offsets, tuple(lengths), part.position_of(first), tuple(strides))
 
 
 def _ends(offsets: Shape, lengths: Shape) -> Shape:
     return tuple(low + size for low, size in zip(offsets, lengths, strict=True))
-
-
-def _distance(index: Shape, base: Shape, strides: Shape) -> int:
-    """Return the distance from `base` to `index`, in elements."""
-    steps = zip(index, base, strides, strict=True)
-    return sum((i - low) * stride for i, low, stride in steps)
 
 
 def _dim_of(stride: int, unit: Shape, shape: Shape) -> int | None:

@@ -28,6 +28,7 @@ from hybrid_engine.records.holdings import (
     SideBuilder,
     SideLayout,
 )
+from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.records.regions import Shape, contiguous_strides
 
 
@@ -126,38 +127,30 @@ class _TrainingSide:
             self._side.add_elements(ranks, pieces.local_numel, of_expert=parameter.is_expert)
 
     def _make_pieces(self, parameter: Parameter, chunk: Chunk, block: int | None) -> _Pieces:
-        packing = parameter.packing
         over = self._over(parameter)
         num_parts = self._sizes.num_parts(over)
         local_shape = self._local_shape(parameter, num_parts)
         local_numel = math.prod(local_shape)
-        strides = contiguous_strides(local_shape)
-        # In the order of canonical dims.
-        canonical = strides[::-1] if packing.transposed else strides
+        buffer = f"chunk{chunk.virtual}.{parameter.name}"
         by_tensor: dict[str, list[PlacedBox]] = {tensor: [] for tensor in parameter.tensors}
         ranks_by_part = []
         for part in range(num_parts):
             ranks = self._ranks_of(chunk.stage, block, over, part)
             ranks_by_part.append(ranks)
-            for held in held_regions(
-                packing,
+            for shard in held_regions(
+                parameter.packing,
                 parameter.indices,
                 self._table.shapes,
                 local_shape,
+                Place(BufferId(int(ranks[0]), buffer), 0, contiguous_strides(local_shape)),
                 part,
                 num_parts,
             ):
-                by_tensor[held.region.tensor].append(
-                    PlacedBox(
-                        BoxOwners(held.region.offsets, held.region.lengths, ranks),
-                        buffer=f"chunk{chunk.virtual}.{parameter.name}",
-                        numel=local_numel,
-                        # `held.start` counts indices along the packed dim, and each of them is as
-                        # many elements as that dim's stride.
-                        start=held.start * strides[held.local_dim],
-                        strides=held.part.spread(canonical, [0] * len(held.part.shape)),
-                    )
-                )
+                region = shard.region
+                place = shard.place
+                owners = BoxOwners(region.offsets, region.lengths, ranks)
+                box = PlacedBox(owners, buffer, local_numel, place.offset, place.strides)
+                by_tensor[region.tensor].append(box)
         return _Pieces(list(map(tuple, by_tensor.values())), ranks_by_part, local_numel)
 
     def _over(self, parameter: Parameter) -> Over:

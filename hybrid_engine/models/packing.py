@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
+from hybrid_engine.records.layout import Place, Shard
 from hybrid_engine.records.regions import Region, Shape, Shapes
 
 
@@ -354,44 +355,36 @@ class PackedHeads(Packing):
         return math.gcd(*(section.num_heads for section in self.sections))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Part of a rank's parameter: its indices from `start`, along `local_dim`, hold `region`.
-
-    Attributes:
-        part: part of a canonical tensor that the parameter has. `region` is of its refined shape.
-    """
-
-    region: Region
-    start: int
-    local_dim: int
-    part: PartOfTensor
-
-
 def held_regions(
     packing: Packing,
     indices: Mapping[str, int],
     shapes: Shapes,
     local_shape: Shape,
+    place: Place,
     part: int,
     num_parts: int,
-) -> list[Held]:
-    """Return the regions in one rank's part of a parameter.
+) -> list[Shard]:
+    """Return the records of one rank's part of a parameter.
+
+    Regions of a part of a tensor are in its refined shape.
 
     Args:
         packing: the rule.
         indices: values of `{layer}` and `{expert}` in its names.
         shapes: canonical name -> shape.
         local_shape: shape of a rank's part, the same on all `num_parts` ranks.
+        place: place of the part, with strides in the order of the parameter's dims.
         part: number of the rank in its group, from 0.
         num_parts: number of ranks in the group that shards the parameter.
 
     Raises:
         ValueError: the ranks together do not hold exactly the canonical tensors of the rule.
     """
-    # Transposed parameters have two dims. In Megatron's order, the packed one is the other.
-    local_dim = len(local_shape) - 1 - packing.dim if packing.transposed else packing.dim
-    local_size = local_shape[local_dim]
+    # In the order of canonical dims. A transposed parameter has them in reverse order.
+    order = -1 if packing.transposed else 1
+    canonical_shape = local_shape[::order]
+    strides = place.strides[::order]
+    local_size = canonical_shape[packing.dim]
     names = {pattern: pattern.format(**indices) for pattern in packing.parts()}
     unknown = [name for name in map(tensor_name, names.values()) if name not in shapes]
     if unknown:
@@ -411,7 +404,6 @@ def held_regions(
     total = sum(segment.length for segment in segments)
     if total != packed_size:
         raise ValueError(f"{packed_size} packed in Megatron, {total} by the model's configuration")
-    canonical_shape = local_shape[::-1] if packing.transposed else local_shape
     _check_shapes(packing, segments, names, parts, canonical_shape, num_parts)
     # Walk along the whole parameter. `position` is the start of a segment in it, and this rank
     # holds the window [low, high). A segment that overlaps the window contributes one region.
@@ -438,7 +430,10 @@ def held_regions(
                 taken.spread(offsets, [index or 0 for index in taken.indices]),
                 taken.spread(lengths, [1] * len(taken.shape)),
             )
-            held.append(Held(region, start - low, local_dim, taken))
+            offset = place.offset + (start - low) * strides[packing.dim]
+            # A dim of one index has no steps.
+            all_strides = taken.spread(strides, [0] * len(taken.shape))
+            held.append(Shard(region, Place(place.buffer, offset, all_strides)))
         position += segment.length
     return held
 

@@ -20,6 +20,7 @@ import msgspec
 from hybrid_engine.errors import PlanError
 from hybrid_engine.messages import Record
 from hybrid_engine.records.regions import (
+    LocalBox,
     Region,
     Shape,
     Shapes,
@@ -142,6 +143,12 @@ class Shard:
     region: Region
     place: Place
 
+    @classmethod
+    def of(cls, tensor: str, box: LocalBox, buffer: BufferId, start: int = 0) -> Shard:
+        """Return the record of a box of `tensor`, in memory that is `buffer` from `start` on."""
+        region = Region(tensor, box.offsets, box.lengths)
+        return cls(region, Place(buffer, start + box.start, box.strides))
+
     def __post_init__(self) -> None:
         num_strides = len(self.place.strides)
         num_dims = len(self.region.lengths)
@@ -239,9 +246,7 @@ class Layout:
                 continue
             # A shard that starts or ends within a refined row becomes several boxes.
             for box in refined_boxes(shard.region, shard.place.strides, splits[name]):
-                region = Region(name, box.offsets, box.lengths)
-                offset = shard.place.offset + box.dst_offset
-                shards.append(Shard(region, Place(shard.place.buffer, offset, box.dst_strides)))
+                shards.append(Shard.of(name, box, shard.place.buffer, shard.place.offset))
         return Layout(tensors, self.buffers, tuple(shards))
 
     def without(self, tensors: Collection[str]) -> Layout:

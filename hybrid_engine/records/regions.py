@@ -157,26 +157,29 @@ class StridedView:
 
 
 @dataclass(frozen=True, slots=True)
-class ViewCopy:
-    """A box of a copy between views.
+class LocalBox:
+    """A box of a tensor, with its place in flat memory of a rank.
 
     Attributes:
-        offsets: start of the box in the canonical tensor.
-        lengths: size of the box, in elements per dim.
-        dst_offset: position of the box's first element in the destination's storage.
-        dst_strides: strides of the box in the destination's storage.
+        offsets: start of the box in the tensor.
+        lengths: elements per dim; some are 0 if the rank holds nothing.
+        start: position of the box's first element in the memory.
+        strides: elements from one index to the next in the memory, per dim.
     """
 
     offsets: Offsets
     lengths: Shape
-    dst_offset: int
-    dst_strides: Strides
+    start: int
+    strides: Strides
+
+    def position_of(self, index: Offsets) -> int:
+        """Return the position in the memory of an element of the tensor in this box."""
+        steps = zip(index, self.offsets, self.strides, strict=True)
+        return self.start + sum((i - first) * stride for i, first, stride in steps)
 
     def view_of(self, part: Region) -> StridedView:
-        """Return the destination of a box inside this one."""
-        steps = zip(part.offsets, self.offsets, self.dst_strides, strict=True)
-        shift = sum((offset - first) * stride for offset, first, stride in steps)
-        return StridedView(self.dst_offset + shift, part.lengths, self.dst_strides)
+        """Return the place of a box inside this one."""
+        return StridedView(self.position_of(part.offsets), part.lengths, self.strides)
 
 
 def splits_of(shape: Shape, finer: Shape) -> tuple[Shape, ...] | None:
@@ -198,7 +201,7 @@ def splits_of(shape: Shape, finer: Shape) -> tuple[Shape, ...] | None:
     return None if remaining else tuple(splits)
 
 
-def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -> list[ViewCopy]:
+def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -> list[LocalBox]:
     """Return the boxes of a region in a finer shape of its tensor.
 
     Args:
@@ -206,14 +209,14 @@ def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -
         strides: strides of the box in a buffer.
         splits: see `splits_of`.
 
-    `dst_offset` of a box is relative to the first element of the region.
+    `start` of a box is relative to the first element of the region.
     """
-    boxes = [ViewCopy((), (), 0, ())]
+    boxes = [LocalBox((), (), 0, ())]
     for first, length, stride, split in zip(
         region.offsets, region.lengths, strides, splits, strict=True
     ):
         parts = [
-            ViewCopy(
+            LocalBox(
                 tuple(index for index, _ in runs),
                 tuple(count for _, count in runs),
                 (start - first) * stride,
@@ -224,11 +227,11 @@ def refined_boxes(region: Region, strides: Strides, splits: tuple[Shape, ...]) -
             for start, runs in _runs_of(first, first + length, split)
         ]
         boxes = [
-            ViewCopy(
+            LocalBox(
                 box.offsets + part.offsets,
                 box.lengths + part.lengths,
-                box.dst_offset + part.dst_offset,
-                box.dst_strides + part.dst_strides,
+                box.start + part.start,
+                box.strides + part.strides,
             )
             for box in boxes
             for part in parts
@@ -272,7 +275,7 @@ class _LoopNest:
     dst: int
 
 
-def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[ViewCopy]:
+def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[LocalBox]:
     """Express the copy `dst[...] = src[...]` as boxes of the canonical tensor under `src`.
 
     Args:
@@ -280,9 +283,9 @@ def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[View
         src: the view that is read: any chain of narrow, view, transpose, unsqueeze or expand.
         dst: the view that is written, with the same shape as `src`.
 
-    Every element of `dst` is in exactly one box. Loops that are not a box of the canonical tensor
-    (steps, broadcasts, several loops over one dim that do not merge) are unrolled into one box per
-    step.
+    Every element of `dst` is in exactly one box, whose place is in the storage of `dst`. Loops that
+    are not a box of the canonical tensor (steps, broadcasts, several loops over one dim that do not
+    merge) are unrolled into one box per step.
 
     Raises:
         ValueError: the views have different shapes.
@@ -312,11 +315,11 @@ def boxes_of_copy(shape: Shape, src: StridedView, dst: StridedView) -> list[View
         # A dim without a loop stays at one index: length 1, and the stride is never used.
         dims = [box_loops.get(dim, _LoopNest(1, 0, 0)) for dim in range(len(shape))]
         copies.append(
-            ViewCopy(
+            LocalBox(
                 offsets=_unravel(src_start, shape, canonical),
                 lengths=tuple(loop.size for loop in dims),
-                dst_offset=dst_start,
-                dst_strides=tuple(loop.dst for loop in dims),
+                start=dst_start,
+                strides=tuple(loop.dst for loop in dims),
             )
         )
     return copies

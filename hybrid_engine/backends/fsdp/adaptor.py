@@ -38,7 +38,7 @@ from hybrid_engine.errors import (
     StateError,
     Violation,
 )
-from hybrid_engine.layouts.sharded import LocalBox, Packed, held_boxes
+from hybrid_engine.layouts.sharded import Packed, held_boxes
 from hybrid_engine.models.lora_tensors import (
     VLLM_LORA_RANKS,
     ActorLora,
@@ -50,8 +50,8 @@ from hybrid_engine.models.lora_tensors import (
 )
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, Shape, StridedView, contiguous_strides
+from hybrid_engine.records.layout import BufferId, Layout, Shard
+from hybrid_engine.records.regions import LocalBox, Shape, StridedView, contiguous_strides
 from hybrid_engine.transports.copies import FlatBuffers
 
 KEY = "generate_config.lora_delivery"
@@ -326,8 +326,7 @@ class FsdpAdaptor(AdaptorWithSources):
             buffer = BufferId(self.rank, self._buffer_of[parameter])
             try:
                 for box in held_boxes(packed.view, shape, self._parts[parameter]):
-                    region = Region(name, box.offsets, box.lengths)
-                    shards.append(Shard(region, Place(buffer, box.start, box.strides)))
+                    shards.append(Shard.of(name, box, buffer))
             except ValueError as error:
                 findings.append(f"{name}: {error}")
         if findings:

@@ -23,10 +23,9 @@ from hybrid_engine.backends.training_side import (
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
-from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.regions import Offsets, Shape
+from hybrid_engine.records.regions import LocalBox, Offsets, Shape
 
 _COMPUTE_DTYPES = {
     "no": None,

@@ -15,7 +15,7 @@ from hybrid_engine.backends.computed_sources import (
     Home,
     StoredScales,
 )
-from hybrid_engine.backends.megatron.model_tensors import LORA, ModelTensors
+from hybrid_engine.backends.megatron.model_tensors import LORA, Member, ModelTensors
 from hybrid_engine.backends.megatron.quantised_parameters import (
     dequantised_weights,
     is_quantised,
@@ -32,10 +32,10 @@ from hybrid_engine.backends.training_side import (
 from hybrid_engine.errors import ConfigError, ParameterMismatchError, ReshardError
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
-from hybrid_engine.models.packing import Held, Packing, held_regions
+from hybrid_engine.models.packing import Packing, held_regions
 from hybrid_engine.models.table import Match
 from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Shape, Shapes, Strides
+from hybrid_engine.records.regions import Shapes
 from hybrid_engine.transports.copies import FlatBuffers
 
 LoraView = Literal["base", "merged", "separate"]
@@ -48,12 +48,12 @@ class _LoraMatrix:
 
     Attributes:
         parameter: the part of the matrix on this rank.
-        held: the parts of canonical tensors in it.
+        shards: the records of canonical tensors in it.
         shapes: whole shapes of these tensors.
     """
 
     parameter: torch.nn.Parameter
-    held: Sequence[Held]
+    shards: Sequence[Shard]
     shapes: Shapes
 
 
@@ -139,10 +139,9 @@ class MegatronAdaptor(AdaptorWithSources):
         shapes = {name: shape for name, shape in refined.items() if name in held}
         # Adapters are not in the name table; their shapes follow from the adapted weights.
         for matrix in self._separate_matrices():
-            home = self.model.homes[matrix.parameter]
-            shards += self._records(matrix.held, home, matrix.parameter.stride())
-            for part in matrix.held:
-                shapes[part.region.tensor] = matrix.shapes[part.region.tensor]
+            shards += matrix.shards
+            for shard in matrix.shards:
+                shapes[shard.region.tensor] = matrix.shapes[shard.region.tensor]
         return layout_in(self.buffers(), self.rank, shapes, shards)
 
     def stored_buffers(self) -> FlatBuffers:
@@ -162,8 +161,8 @@ class MegatronAdaptor(AdaptorWithSources):
                 lora = self.model.adapters.tensors_of(tensor) if self.lora == "merged" else ()
                 origins.setdefault(canonical, []).extend([tensor, *lora])
         for matrix in self._separate_matrices():
-            for part in matrix.held:
-                origins.setdefault(part.region.tensor, []).append(matrix.parameter)
+            for shard in matrix.shards:
+                origins.setdefault(shard.region.tensor, []).append(matrix.parameter)
         return origins
 
     @torch.no_grad()
@@ -244,10 +243,7 @@ class MegatronAdaptor(AdaptorWithSources):
             match = self.model.table.match(member.name)
             if match is None:
                 raise ValueError("the model's name table has no such parameter")
-            packing = match.packing
-            held = self._held(packing, match, self.model.table.shapes, member.shape)
-            start = Home(home.buffer, home.offset + member.start)
-            shards += self._records(held, start, member.strides, transposed=packing.transposed)
+            shards += self._held(match.packing, match, self.model.table.shapes, member, home)
         return shards
 
     def names_of(self, name: str, tensor: torch.Tensor) -> list[str]:
@@ -258,21 +254,6 @@ class MegatronAdaptor(AdaptorWithSources):
             if match is not None:
                 names += [packed.format(**match.indices) for packed in match.packing.tensors()]
         return [name for name in dict.fromkeys(names) if name in self.model.table.shapes]
-
-    def _records(
-        self, held: Sequence[Held], home: Home, strides: Strides, transposed: bool = False
-    ) -> list[Shard]:
-        """Return the records of the parts of a weight that starts at `home`."""
-        # A transposed weight has the canonical dims in reverse order.
-        canonical = strides[::-1] if transposed else strides
-        buffer = BufferId(self.rank, home.buffer)
-        shards = []
-        for part in held:
-            offset = home.offset + part.start * strides[part.local_dim]
-            # A dim of one index has no steps.
-            all_strides = part.part.spread(canonical, [0] * len(part.part.shape))
-            shards.append(Shard(part.region, Place(buffer, offset, all_strides)))
-        return shards
 
     def _separate_matrices(self) -> Iterator[_LoraMatrix]:
         """Yield this rank's LoRA matrices if they are resharded separately.
@@ -293,22 +274,26 @@ class MegatronAdaptor(AdaptorWithSources):
             assert match is not None, name
             # A is [rank, in], B is [out, rank].
             is_a = matrix == "linear_in.weight"
-            local_shape = tuple(parameter.shape)
-            shapes = shapes_of(module.rpartition(".")[2], local_shape[0 if is_a else 1])
+            shapes = shapes_of(module.rpartition(".")[2], parameter.shape[0 if is_a else 1])
+            home = self.model.homes[parameter]
+            (member,) = self.model.members(name, parameter)
             packings_of_a, packing_of_b = adapter_packings(match.packing)
             for packing in packings_of_a if is_a else (packing_of_b,):
                 names = [tensor.format(**match.indices) for tensor in packing.tensors()]
                 # vLLM's model has no MTP layers, and `adapter_shapes` leaves out what it does not
                 # read.
                 if all(canonical in shapes for canonical in names):
-                    held = self._held(packing, match, shapes, local_shape)
-                    yield _LoraMatrix(parameter, held, shapes)
+                    shards = self._held(packing, match, shapes, member, home)
+                    yield _LoraMatrix(parameter, shards, shapes)
 
     def _held(
-        self, packing: Packing, match: Match, shapes: Shapes, local_shape: Shape
-    ) -> list[Held]:
+        self, packing: Packing, match: Match, shapes: Shapes, member: Member, home: Home
+    ) -> list[Shard]:
+        """Return the records of a weight in a tensor that starts at `home`."""
         part, num_parts = self.model.parts[packing.over]
-        return held_regions(packing, match.indices, shapes, local_shape, part, num_parts)
+        offset = home.offset + member.start
+        place = Place(BufferId(self.rank, home.buffer), offset, member.strides)
+        return held_regions(packing, match.indices, shapes, member.shape, place, part, num_parts)
 
     def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Return the canonical tensors of which a tensor of the model holds parts, sorted."""
@@ -317,6 +302,6 @@ class MegatronAdaptor(AdaptorWithSources):
             match = self.model.table.match(member.name)
             if match is not None:
                 shapes = self.model.table.shapes
-                held = self._held(match.packing, match, shapes, member.shape)
-                names |= {part.region.tensor for part in held}
+                shards = self._held(match.packing, match, shapes, member, Home(name, 0))
+                names |= {shard.region.tensor for shard in shards}
         return sorted(names)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.layouts.sharded import LocalBox, held_boxes
-from hybrid_engine.records.regions import StridedView, contiguous_strides
+from hybrid_engine.layouts.sharded import held_boxes
+from hybrid_engine.records.regions import LocalBox, StridedView, contiguous_strides
 
 
 @st.composite

@@ -21,7 +21,11 @@ from hybrid_engine.models.packing import (
     held_regions,
     part_of_tensor,
 )
+from hybrid_engine.records.layout import BufferId, Place
+from hybrid_engine.records.regions import contiguous_strides
+from tests.hybrid_engine.planning.cases import elements_of
 
+BUFFER = BufferId(0, "parameter")
 PADDING = -1
 WIDTH = 3
 
@@ -34,17 +38,13 @@ def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_r
     """Check every rank's parameter, assembled from its regions."""
     shapes = {name: values.shape for name, values in canonical.items()}
     for rank, expected in enumerate(locals_of_ranks):
-        actual = np.full_like(expected, PADDING)
-        taken = np.zeros(expected.shape, int)
-        for held in held_regions(packing, {}, shapes, expected.shape, rank, len(locals_of_ranks)):
-            part = canonical[held.region.tensor][tuple(map(slice, held.region.offsets, held.region.ends))]
-            part = part.T if packing.transposed else part
-            local = [slice(None)] * expected.ndim
-            local[held.local_dim] = slice(held.start, held.start + part.shape[held.local_dim])
-            actual[tuple(local)] = part
-            taken[tuple(local)] += 1
-        np.testing.assert_array_equal(actual, expected)
-        assert taken.max(initial=0) <= 1  # regions do not overlap
+        actual = np.full(expected.size, PADDING)
+        place = Place(BUFFER, 0, contiguous_strides(expected.shape))
+        for shard in held_regions(packing, {}, shapes, expected.shape, place, rank, len(locals_of_ranks)):
+            for index, position in elements_of(shard):
+                assert actual[position] == PADDING  # regions do not overlap
+                actual[position] = canonical[shard.region.tensor][index]
+        np.testing.assert_array_equal(actual.reshape(expected.shape), expected)
 
 
 @given(
@@ -144,13 +144,13 @@ def test_every_second_column_of_an_expert_is_one_box(tp_size: int) -> None:
     for rank in range(tp_size):
         expected = [part.T for part in np.split(both[2], tp_size, axis=1)[rank].transpose(2, 0, 1)]
         shapes = {"w": (experts, hidden, 2 * ffn)}
-        held = held_regions(packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), rank, tp_size)
+        place = Place(BUFFER, 0, (hidden, 1))
+        held = held_regions(packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), place, rank, tp_size)
         assert len(held) == 2
-        for part, values in zip(held, expected, strict=True):
-            assert part.part.shape == both.shape
-            box = both[tuple(map(slice, part.region.offsets, part.region.ends))]
+        for number, (shard, values) in enumerate(zip(held, expected, strict=True)):
+            box = both[tuple(map(slice, shard.region.offsets, shard.region.ends))]
             np.testing.assert_array_equal(box[0, :, :, 0].T, values)
-            assert part.part.spread((10, 20), (0, 1, 2, 3)) == (0, 10, 20, 3)
+            assert shard.place == Place(BUFFER, number * values.size, (0, 1, hidden, 0))
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), 
 )
 def test_shapes_that_do_not_fit_are_refused(packing: Packing, local_shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        held_regions(packing, {}, SHAPES, local_shape, 0, 2)
+        held_regions(packing, {}, SHAPES, local_shape, Place(BUFFER, 0, local_shape), 0, 2)

@@ -198,12 +198,12 @@ def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination
     written = torch.zeros_like(flat(destination))
     copied = flat(destination).clone()
     for box in boxes:
-        assert len(box.offsets) == len(box.lengths) == len(box.dst_strides) == canonical.dim()
+        assert len(box.offsets) == len(box.lengths) == len(box.strides) == canonical.dim()
         part = canonical
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
             part = part.narrow(dim, offset, length)  # raises if the box leaves the tensor
-        copied.as_strided(box.lengths, box.dst_strides, box.dst_offset).copy_(part)
-        written.as_strided(box.lengths, box.dst_strides, box.dst_offset).add_(1)
+        copied.as_strided(box.lengths, box.strides, box.start).copy_(part)
+        written.as_strided(box.lengths, box.strides, box.start).add_(1)
     destination.copy_(source)
     assert torch.equal(copied, flat(destination))
     assert torch.equal(written, (flat(destination) >= 0).long()), "an element is in no box or in several boxes"
@@ -238,7 +238,7 @@ def test_refined_boxes_have_the_elements_of_the_box(splits: list[Index], data: s
         part = tensor.view(finer)
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
             part = part.narrow(dim, offset, length)
-        place = buffer.as_strided(box.lengths, box.dst_strides, box.dst_offset)
+        place = buffer.as_strided(box.lengths, box.strides, box.start)
         assert (place == -1).all(), "an element is in several boxes"
         place.copy_(part)
     expected = tensor[tuple(slice(low, low + size) for low, size in zip(offsets, lengths, strict=True))]

@@ -437,8 +437,7 @@ def build_layout(
         for write in writes:
             shape = tensors[write.copy.tensor]
             for box in boxes_of_copy(shape, write.copy.src, write.copy.dst):
-                region = Region(write.copy.tensor, box.offsets, box.lengths)
-                shards.append(Shard(region, Place(buffer_id, box.dst_offset, box.dst_strides)))
+                shards.append(Shard.of(write.copy.tensor, box, buffer_id))
     for name in trace.staged:
         shape = tensors[name]
         numel = math.prod(shape)
