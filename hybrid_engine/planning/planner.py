@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,11 +25,7 @@ from hybrid_engine.planning.plan import (
     wire_dtype,
 )
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
-from hybrid_engine.planning.routes import (
-    Hosts,
-    RoundRobinOffset,
-    Routes,
-)
+from hybrid_engine.planning.routes import Hosts, Routes
 from hybrid_engine.planning.summary import missing_by_rank
 from hybrid_engine.planning.tensor_classes import TensorClass, holding_faults, tensor_classes
 from hybrid_engine.records.holdings import Holdings, contains
@@ -225,29 +221,6 @@ def _unread_faults(unread: Iterable[str], may_stay_unread: Collection[str]) -> l
     return [f"{name}: a training parameter that no inference rank reads" for name in unexpected]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moving:
-    """Context for planning the transfers of one tensor of a class.
-
-    Attributes:
-        offset: start of the tensor in the round robins of its class.
-        dtype: dtype on the wire.
-    """
-
-    name: str
-    tensors: TensorClass
-    routes: Routes
-    offset: RoundRobinOffset
-    dtype: str
-
-    def box(self, region: Region) -> Region:
-        """Return a box of this tensor. The routes of a class have boxes without a name."""
-        return Region(self.name, region.offsets, region.lengths)
-
-    def nbytes(self, region: Region) -> int:
-        return region.numel * DTYPE_NBYTES[self.dtype]
-
-
 class _Planner:
     """Collector of transfers and byte counts, class by class.
 
@@ -290,14 +263,11 @@ class _Planner:
             None if self._rank is None else np.array([self._rank]),
         ):
             missing.update(dict.fromkeys(ranks.tolist(), numel))
-        routes = Routes(tensors.sources, tensors.destinations, self._hosts)
+        routes = Routes(tensors, self._hosts)
         for index, name in enumerate(tensors.tensors):
-            dtype = wire_dtype(self._source.dtypes[name], self._destination.dtypes[name])
-            offset = RoundRobinOffset(tensors.first, index)
-            moving = _Moving(name, tensors, routes, offset, dtype)
             self._missing[name] = (missing, int(tensors.itemsizes[index]))
-            self.transfers[name] = list(self._direct(moving))
-            self._add_ingress(moving)
+            self.transfers[name] = list(self._direct(routes, name, index))
+            self._add_ingress(routes, name, index)
 
     def bucket(self, index: int, outline: Outline, relays: RelayPlanner) -> Bucket:
         """Return the bucket of an outline; `relays` assigns places in relay buffers."""
@@ -324,18 +294,20 @@ class _Planner:
             least=dict(least),
         )
 
-    def _direct(self, moving: _Moving) -> Iterator[Transfer]:
-        """Yield the transfers of a tensor from one rank to one other."""
-        for receivers in moving.routes.receivers:
-            destination = moving.tensors.destinations[receivers.destination]
+    def _direct(self, routes: Routes, tensor: str, index: int) -> Iterator[Transfer]:
+        """Yield the transfers of a class's tensor from one rank to one other."""
+        _, itemsize = self._missing[tensor]
+        for receivers in routes.receivers:
+            destination = routes.tensors.destinations[receivers.destination]
             for part in receivers.parts:
-                source = moving.tensors.sources[part.source]
+                source = routes.tensors.sources[part.source]
                 # Skip before `senders`, which computes the senders of all receivers at once.
                 if not self._is_planned(receivers.ranks) and not self._is_planned(source.ranks):
                     continue
-                region = moving.box(part.region)
-                nbytes = moving.nbytes(part.region)
-                senders = moving.routes.senders(receivers, part, moving.offset)
+                # The routes of a class have boxes without a name.
+                region = Region(tensor, part.region.offsets, part.region.lengths)
+                nbytes = region.numel * itemsize
+                senders = routes.senders(receivers, part, index)
                 dst_ranks = receivers.ranks
                 if self._rank is not None:
                     involved = (dst_ranks == self._rank) | (senders == self._rank)
@@ -344,45 +316,40 @@ class _Planner:
                 pairs = zip(dst_ranks.tolist(), senders.tolist(), strict=True)
                 for dst_rank, src_rank in pairs:
                     # Any copy that the sender has will do; take its first place.
-                    src = self._source.places(moving.name, source, src_rank, region)[0]
-                    for dst in self._destination.places(
-                        moving.name,
-                        destination,
-                        dst_rank,
-                        region,
-                    ):
-                        yield Transfer(moving.name, region.lengths, src, dst, nbytes, part.link)
+                    src = self._source.places(tensor, source, src_rank, region)[0]
+                    for dst in self._destination.places(tensor, destination, dst_rank, region):
+                        yield Transfer(tensor, region.lengths, src, dst, nbytes, part.link)
 
-    def _add_ingress(self, moving: _Moving) -> None:
-        """Add the transfers to relaying hosts.
+    def _add_ingress(self, routes: Routes, tensor: str, index: int) -> None:
+        """Add the transfers of a class's tensor to relaying hosts.
 
         A box goes over a relay buffer, or directly to its place if it has only one.
         """
-        for ingress in moving.routes.ingress:
-            region = moving.box(ingress.region)
-            source = moving.tensors.sources[ingress.source]
-            hosts = moving.routes.ingress_of(ingress, moving.offset, self._rank)
+        dtype = wire_dtype(self._source.dtypes[tensor], self._destination.dtypes[tensor])
+        for ingress in routes.ingress:
+            region = Region(tensor, ingress.region.offsets, ingress.region.lengths)
+            source = routes.tensors.sources[ingress.source]
+            hosts = routes.ingress_of(ingress, index, self._rank)
             for (src_rank, relay_rank), readers in hosts:
-                src = self._source.places(moving.name, source, src_rank, region)[0]
+                src = self._source.places(tensor, source, src_rank, region)[0]
                 places: list[Place] = []
-                for rank, index in zip(readers, ingress.destinations, strict=True):
-                    destination = moving.tensors.destinations[index]
-                    places += self._destination.places(moving.name, destination, rank, region)
+                for rank, number in zip(readers, ingress.destinations, strict=True):
+                    destination = routes.tensors.destinations[number]
+                    places += self._destination.places(tensor, destination, rank, region)
                 if ingress.is_relayed:
-                    relayed = RelayedTransfer(region, src, relay_rank, moving.dtype, tuple(places))
-                    self.relayed.setdefault(moving.name, []).append(relayed)
+                    relayed = RelayedTransfer(region, src, relay_rank, dtype, tuple(places))
+                    self.relayed.setdefault(tensor, []).append(relayed)
                 else:
-                    nbytes = moving.nbytes(region)
                     transfer = Transfer(
-                        moving.name,
+                        tensor,
                         region.lengths,
                         src,
                         # `is_relayed` is false only if a single place reads the box.
                         places[0],
-                        nbytes,
+                        region.numel * DTYPE_NBYTES[dtype],
                         Link.NETWORK,
                     )
-                    self.transfers[moving.name].append(transfer)
+                    self.transfers[tensor].append(transfer)
 
     def _is_planned(self, ranks: np.ndarray) -> bool:
         """Return whether the plan covers any of these sorted ranks."""

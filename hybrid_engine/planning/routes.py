@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.tensor_classes import TensorClass
 from hybrid_engine.records.holdings import (
     BoxOwners,
     TensorOwners,
@@ -237,19 +238,6 @@ class HostIngress:
         return sum(self.copies) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRobinOffset:
-    """Start of a tensor in the round robins of its class.
-
-    Attributes:
-        first: ordinal in the plan of the class's first tensor.
-        index: number of tensors of the class before this one.
-    """
-
-    first: int
-    index: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
     """Bytes over one link, as int arrays of one length. No receiver appears twice."""
@@ -322,83 +310,70 @@ class _Source:
 class Routes:
     """The choice of senders for the tensors of one class.
 
+    A tensor is named by its index in the class.
+
     Attributes:
+        tensors: the class. Training ranks hold all elements that inference ranks need.
         receivers: classes of receivers in a fixed order. Together they are all ranks and boxes of
             the destinations.
         ingress: boxes that relaying hosts receive over the network.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[BoxOwners],
-        destinations: Sequence[BoxOwners],
-        hosts: Hosts,
-    ) -> None:
-        """Find the receivers and their sources.
-
-        Args:
-            sources: boxes that training ranks hold.
-            destinations: boxes that inference ranks need. Training ranks hold all their elements.
-            hosts: the hosts of all ranks.
-        """
+    def __init__(self, tensors: TensorClass, hosts: Hosts) -> None:
+        self.tensors = tensors
         self._hosts = hosts
-        self._sources = [_Source(box, hosts) for box in sources]
+        self._sources = [_Source(box, hosts) for box in tensors.sources]
         # Number of receivers of each source over the network. Each tensor advances the round robin
         # by this number.
-        self._network_rounds = np.zeros(len(sources), dtype=np.int64)
+        self._network_rounds = np.zeros(len(tensors.sources), dtype=np.int64)
         # Classes on relaying hosts, with the parts that these hosts receive over the network.
         self._from_network: list[tuple[Receivers, tuple[BoxSource, ...]]] = []
         self.receivers: list[Receivers] = []
-        for index, near in enumerate(touching(sources, destinations)):
-            self.receivers += self._classes(index, destinations[index], near)
+        for index, near in enumerate(touching(tensors.sources, tensors.destinations)):
+            self.receivers += self._classes(index, tensors.destinations[index], near)
         self.ingress = list(self._find_ingress())
 
-    def senders(
-        self,
-        receivers: Receivers,
-        part: BoxSource,
-        offset: RoundRobinOffset,
-    ) -> np.ndarray:
+    def senders(self, receivers: Receivers, part: BoxSource, index: int) -> np.ndarray:
         """Return the rank that sends `part` of one tensor to each of `receivers.ranks`."""
         if part.link is Link.SELF:
             return receivers.ranks
         positions = receivers.positions[part.source]
         if part.link is Link.NETWORK:
-            return self._network_senders(part.source, positions, offset)
+            return self._network_senders(part.source, positions, index)
         source = self._sources[part.source]
         near = source.near[part.link]
         place = near.place_of[receivers.ranks]
         # Every earlier tensor of the class has taken as many positions as this place has receivers.
-        rounds = offset.first + offset.index * source.rounds[part.link][place]
+        rounds = self.tensors.first + index * source.rounds[part.link][place]
         # 3 receivers and 2 holders on a host: the first tensor takes holders 0 1 0 and the second 1
         # 0 1, after which each holder has sent three times. `first` starts classes at different
         # holders.
         holder = (positions + rounds) % near.count[place]
         return near.ranks[near.start[place] + holder]
 
-    def ingress_senders(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
+    def ingress_senders(self, ingress: HostIngress, index: int) -> np.ndarray:
         """Return the rank that sends a box of one tensor to each host."""
-        return self._network_senders(ingress.source, ingress.positions, offset)
+        return self._network_senders(ingress.source, ingress.positions, index)
 
-    def relay_ranks(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
+    def relay_ranks(self, ingress: HostIngress, index: int) -> np.ndarray:
         """Return the rank of each host, one of its readers, that receives a box of one tensor."""
         # Consecutive boxes and consecutive tensors enter the host at different ranks, so that no
         # network interface takes them all.
-        column = (ingress.number + offset.first + offset.index) % ingress.readers.shape[1]
+        column = (ingress.number + self.tensors.first + index) % ingress.readers.shape[1]
         return ingress.readers[:, column]
 
     def ingress_of(
         self,
         ingress: HostIngress,
-        offset: RoundRobinOffset,
+        index: int,
         rank: int | None,
     ) -> Iterator[tuple[tuple[int, int], list[int]]]:
         """Yield ((sender, relay rank), readers by column) for each host.
 
         With `rank`, only for the hosts with a box that this rank sends or reads.
         """
-        senders = self.ingress_senders(ingress, offset)
-        relay_ranks = self.relay_ranks(ingress, offset)
+        senders = self.ingress_senders(ingress, index)
+        relay_ranks = self.relay_ranks(ingress, index)
         readers = ingress.readers
         if rank is not None:
             involved = (senders == rank) | (readers == rank).any(axis=1)
@@ -408,38 +383,39 @@ class Routes:
         pairs = zip(senders.tolist(), relay_ranks.tolist(), strict=True)
         return zip(pairs, readers.tolist(), strict=True)
 
-    def flows(self, first: int, itemsizes: np.ndarray) -> Iterator[Flow]:
-        """Yield all bytes of the class's tensors.
-
-        Args:
-            first: ordinal in the plan of the class's first tensor.
-            itemsizes: bytes per element of each tensor, int array.
-        """
+    def flows(self) -> Iterator[Flow]:
+        """Yield all bytes of the class's tensors."""
         for receivers in self.receivers:
             for part in receivers.parts:
                 # Each place of a rank receives the part separately.
                 numel = part.region.numel * receivers.copies
                 period = self._period(receivers, part)
-                for offset, itemsize in _distinct_offsets(first, itemsizes, period):
-                    senders = self.senders(receivers, part, offset)
+                for index, itemsize in self._distinct(period):
+                    senders = self.senders(receivers, part, index)
                     yield Flow(part.link, senders, receivers.ranks, numel * itemsize)
         for ingress in self.ingress:
             num_holders = len(self._sources[ingress.source].ranks)
             # The sender repeats after `num_holders` tensors, or a divisor of it, and the relay rank
             # after as many as there are columns.
             period = math.lcm(num_holders, ingress.readers.shape[1])
-            for offset, itemsize in _distinct_offsets(first, itemsizes, period):
-                yield from self._ingress_flows(ingress, offset, ingress.region.numel * itemsize)
+            for index, itemsize in self._distinct(period):
+                yield from self._ingress_flows(ingress, index, ingress.region.numel * itemsize)
 
-    def _ingress_flows(
-        self,
-        ingress: HostIngress,
-        offset: RoundRobinOffset,
-        nbytes: int,
-    ) -> Iterator[Flow]:
-        relay_ranks = self.relay_ranks(ingress, offset)
+    def _distinct(self, period: int) -> Iterator[tuple[int, int]]:
+        """Yield the first tensor with each choice of senders, and the bytes per element of all.
+
+        Tensors that are a multiple of `period` apart have the same senders.
+        """
+        # With period 2 and item sizes [2, 2, 4], tensors 0 and 2 share senders: 6 bytes per element
+        # at index 0, and 2 at index 1.
+        itemsizes = self.tensors.itemsizes
+        for index in range(min(period, len(itemsizes))):
+            yield index, int(itemsizes[index::period].sum())
+
+    def _ingress_flows(self, ingress: HostIngress, index: int, nbytes: int) -> Iterator[Flow]:
+        relay_ranks = self.relay_ranks(ingress, index)
         once = np.full(len(relay_ranks), nbytes)
-        yield Flow(Link.NETWORK, self.ingress_senders(ingress, offset), relay_ranks, once)
+        yield Flow(Link.NETWORK, self.ingress_senders(ingress, index), relay_ranks, once)
         for column, copies in enumerate(ingress.copies):
             readers = ingress.readers[:, column]
             # A relay rank reads its own buffer, which crosses no link.
@@ -459,12 +435,7 @@ class Routes:
         counts = np.unique(near.count[near.place_of[receivers.ranks]])
         return int(np.lcm.reduce(counts))
 
-    def _network_senders(
-        self,
-        source: int,
-        positions: np.ndarray,
-        offset: RoundRobinOffset,
-    ) -> np.ndarray:
+    def _network_senders(self, source: int, positions: np.ndarray, index: int) -> np.ndarray:
         """Return the rank that sends a source's box over the network to each position."""
         # Senders and receivers are divided into as many round robins as divides both evenly, so
         # that a rank meets few peers.
@@ -482,7 +453,7 @@ class Routes:
         # Neighbouring positions need boxes of one size. They go to different parts, so that every
         # part has some of every size.
         position, part = np.divmod(positions, num_parts)
-        rounds = offset.first + offset.index * receivers_per_part
+        rounds = self.tensors.first + index * receivers_per_part
         sender = (position + rounds) % senders_per_part
         return ranks[part * senders_per_part + sender]
 
@@ -616,21 +587,6 @@ class Routes:
         positions = rounds[place] + _position_in_place(place)
         rounds += np.bincount(place, minlength=len(rounds))
         return positions
-
-
-def _distinct_offsets(
-    first: int,
-    itemsizes: np.ndarray,
-    period: int,
-) -> Iterator[tuple[RoundRobinOffset, int]]:
-    """Yield each offset with distinct senders, and the total bytes per element of its tensors.
-
-    Tensors of a class that are a multiple of `period` apart have the same senders.
-    """
-    # With period 2 and item sizes [2, 2, 4], tensors 0 and 2 share senders: 6 bytes per element at
-    # index 0, and 2 at index 1.
-    for index in range(min(period, len(itemsizes))):
-        yield RoundRobinOffset(first, index), int(itemsizes[index::period].sum())
 
 
 def _position_in_place(place: np.ndarray) -> np.ndarray:

@@ -130,8 +130,7 @@ def summarize(
     for tensors in tensor_classes(source, destination):
         sources = tensors.sources
         destinations = tensors.destinations
-        routes = Routes(sources, destinations, numbered)
-        for flow in routes.flows(tensors.first, tensors.itemsizes):
+        for flow in Routes(tensors, numbered).flows():
             # A receiver is unique within a flow but a sender is not: `+=` would lose its repeats.
             received[flow.link][flow.receivers] += flow.nbytes
             np.add.at(sent[flow.link], flow.senders, flow.nbytes)

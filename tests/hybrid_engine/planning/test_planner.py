@@ -18,8 +18,9 @@ from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer, rounding_faults, wire_dtype
 from hybrid_engine.planning.relays import staging_nbytes
-from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes
-from hybrid_engine.records.holdings import BoxOwners, groups_of_columns
+from hybrid_engine.planning.routes import HostIngress, Hosts, Routes
+from hybrid_engine.planning.tensor_classes import TensorClass
+from hybrid_engine.records.holdings import BoxOwners, TensorOwners, groups_of_columns
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
@@ -391,12 +392,12 @@ def test_boxes_at_regular_distances_are_coalesced(
     assert [transfer.lengths for transfer in coalesce(boxes)] == lengths
 
 
-def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
+def owners_of(layout: Layout, tensor: str) -> TensorOwners:
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for shard in layout.shards_by_tensor()[tensor]:
         box = shard.region.offsets, shard.region.lengths
         by_box.setdefault(box, []).append(shard.place.buffer.rank)
-    return [BoxOwners(*box, np.array(ranks)) for box, ranks in sorted(by_box.items())]
+    return tuple(BoxOwners(*box, np.array(ranks)) for box, ranks in sorted(by_box.items()))
 
 
 @given(cases(), st.integers(0, 50), st.integers(1, 9))
@@ -404,14 +405,15 @@ def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors:
     """Shares are equal over any number of tensors of a class, and over each link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
-        routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying, case.devices))
+        tensors = TensorClass(sources, owners_of(case.destination, tensor), (tensor,), first, np.ones(1))
+        routes = Routes(tensors, Hosts(case.hosts, case.relaying, case.devices))
         places = {Link.HOST: case.hosts, Link.DEVICE: [*zip(case.hosts, case.devices, strict=False)]}
         received: Counter[tuple[int, Link, object]] = Counter()
         sent: Counter[tuple[int, Link, object, int]] = Counter()
         for receivers in routes.receivers:
             for part in {part.source: part for part in receivers.parts}.values():
                 for index in range(num_tensors):
-                    senders = routes.senders(receivers, part, RoundRobinOffset(first, index))
+                    senders = routes.senders(receivers, part, index)
                     for dst, src in zip(receivers.ranks.tolist(), senders.tolist(), strict=True):
                         place = places[part.link][dst] if part.link in places else None
                         received[part.source, part.link, place] += part.link is not Link.SELF
@@ -422,7 +424,7 @@ def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors:
             by_destination.setdefault((ingress.source, tuple(ingress.positions.tolist())), ingress)
         for (number, _), ingress in by_destination.items():
             for index in range(num_tensors):
-                for src in routes.ingress_senders(ingress, RoundRobinOffset(first, index)).tolist():
+                for src in routes.ingress_senders(ingress, index).tolist():
                     received[number, Link.NETWORK, None] += 1
                     sent[number, Link.NETWORK, None, src] += 1
         for (number, link, place), count in received.items():
@@ -536,8 +538,8 @@ def test_all_faults_are_reported_at_once() -> None:
     assert all(any(name in finding for finding in findings) for name in names), findings
 
 
-def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> list[BoxOwners]:
-    return [BoxOwners((start,), (stop - start,), np.array(ranks)) for start, stop, ranks in bounds_and_ranks]
+def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> TensorOwners:
+    return tuple(BoxOwners((start,), (stop - start,), np.array(ranks)) for start, stop, ranks in bounds_and_ranks)
 
 
 @pytest.mark.parametrize(
@@ -561,11 +563,11 @@ def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> list[BoxOwners]:
     ],
 )
 def test_senders_share_unequal_boxes_equally(
-    sources: list[BoxOwners], destinations: list[BoxOwners], relaying: Collection[int]
+    sources: TensorOwners, destinations: TensorOwners, relaying: Collection[int]
 ) -> None:
-    routes = Routes(sources, destinations, Hosts([rank // 8 for rank in range(40)], relaying))
+    tensors = TensorClass(sources, destinations, ("t",) * 24, 0, np.full(24, 2))
     sent = np.zeros(40)
-    for flow in routes.flows(0, np.full(24, 2)):
+    for flow in Routes(tensors, Hosts([rank // 8 for rank in range(40)], relaying)).flows():
         if flow.link is Link.NETWORK:
             np.add.at(sent, flow.senders, flow.nbytes)
     senders = sent[np.unique(np.concatenate([box.ranks for box in sources]))]
