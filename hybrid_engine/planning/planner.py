@@ -111,24 +111,16 @@ def plan_sides(
     Raises:
         PlanError: as `plan`, except that buffers are not checked.
     """
-    unread = _unread(source.owners, destination.owners)
-    unread_faults = _unread_faults(unread, may_stay_unread)
-    if unread_faults:
-        # `tensor_classes` below would raise the faults of the holdings alone, so list both kinds
-        # here.
-        raise PlanError([*holding_faults(source, destination), *unread_faults])
     numbered = Hosts(hosts, relaying_hosts, devices)
-    planner = _Planner(source, destination, numbered, rank)
-    for tensors in tensor_classes(source, destination):
-        planner.add(tensors)
-    # After `tensor_classes`, which raises for a tensor without holders: `clusters_of` finds the
-    # source of every destination tensor.
+    planner = _Planner(source, destination, numbered, rank, may_stay_unread)
+    # After the planner, which raises for a tensor without holders: `clusters_of` finds the source
+    # of every destination tensor.
     outlines = outline_buckets(clusters_of(source, destination), bucket_nbytes, frozen)
     relays = RelayPlanner(rank)
     buckets = tuple(
         planner.bucket(index, outline, relays) for index, outline in enumerate(outlines)
     )
-    return ReshardPlan(buckets, unread, relays=relays.buffers)
+    return ReshardPlan(buckets, planner.unread, relays=relays.buffers)
 
 
 def frozen_tensors(
@@ -173,9 +165,7 @@ def box_transfers(
     # Finer shapes first: without coalescing, every second row of [E, 2 I] would be a box per row,
     # where [E, I, 2] has a single box.
     held, needed = _checked_sides(*refined_alike(source, destination), may_stay_unread)
-    planner = _Planner(held, needed, Hosts(hosts), rank)
-    for tensors in tensor_classes(held, needed):
-        planner.add(tensors)
+    planner = _Planner(held, needed, Hosts(hosts), rank, may_stay_unread)
     transfers: list[Transfer] = []
     for tensor in needed.owners:
         transfers += sorted(planner.transfers.get(tensor, ()), key=by_place)
@@ -190,22 +180,22 @@ def _checked_sides(
     """Return the compact form of both sides.
 
     Raises:
-        PlanError: lists every fault. Ranks that hold the same are checked once, as their first.
+        PlanError: lists every fault if records are faulty. Ranks that hold the same are checked
+            once, as their first.
     """
     faults = [
         *layout_faults(source.layout, exact=False),
         *layout_faults(destination.layout, exact=True),
     ]
-    unread = _unread(_held(source.layout), _held(destination.layout))
-    unread_faults = _unread_faults(unread, may_stay_unread)
-    if not faults and not unread_faults:
+    if not faults:
         return source.holdings, destination.holdings
     # Compare holdings only of tensors with sound records on both sides.
     unusable = unusable_tensors(source.layout) | unusable_tensors(destination.layout)
     usable_source = source.holdings_of(source.layout.without(unusable))
     usable_destination = destination.holdings_of(destination.layout.without(unusable))
     faults += holding_faults(usable_source, usable_destination)
-    raise PlanError([*faults, *unread_faults])
+    unread = _unread(_held(source.layout), _held(destination.layout))
+    raise PlanError([*faults, *_unread_faults(unread, may_stay_unread)])
 
 
 def _held(layout: Layout) -> set[str]:
@@ -227,6 +217,7 @@ class _Planner:
     Attributes:
         transfers: direct transfers by tensor.
         relayed: transfers over relay buffers by tensor.
+        unread: tensors that only the source holds, sorted.
     """
 
     def __init__(
@@ -235,7 +226,13 @@ class _Planner:
         destination: Holdings,
         hosts: Hosts,
         rank: int | None,
+        may_stay_unread: Collection[str],
     ) -> None:
+        """Plan the transfers of all tensors.
+
+        Raises:
+            PlanError: lists every fault of the holdings, and source tensors that are not read.
+        """
         self.transfers: dict[str, list[Transfer]] = {}
         self.relayed: dict[str, list[RelayedTransfer]] = {}
         self._source = source
@@ -245,8 +242,12 @@ class _Planner:
         # Tensor -> (elements that each rank must receive, bytes per element). The tensors of a
         # class share the mapping of elements.
         self._missing: dict[str, tuple[Mapping[int, int], int]] = {}
+        self.unread = _unread(source.owners, destination.owners)
+        faults = _unread_faults(self.unread, may_stay_unread)
+        for tensors in tensor_classes(source, destination, faults):
+            self._add(tensors)
 
-    def add(self, tensors: TensorClass) -> None:
+    def _add(self, tensors: TensorClass) -> None:
         """Plan the tensors of a class, unless the plan is for a rank that has no part in them."""
         boxes = (*tensors.sources, *tensors.destinations)
         # The plan of one rank skips most classes here: on a pipeline stage, those of all other
@@ -277,7 +278,7 @@ class _Planner:
         for tensor in outline.tensors:
             direct += self.transfers.get(tensor, ())
             relayed += self.relayed.get(tensor, ())
-            # The classes that `add` skipped have no entry.
+            # The classes that `_add` skipped have no entry.
             if tensor in self._missing:
                 missing, itemsize = self._missing[tensor]
                 # `Counter.update` adds to the counts, unlike that of a dict.

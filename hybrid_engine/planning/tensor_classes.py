@@ -41,14 +41,16 @@ class TensorClass:
     itemsizes: np.ndarray
 
 
-def tensor_classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
+def tensor_classes(
+    source: Holdings, destination: Holdings, faults: Sequence[str] = ()
+) -> list[TensorClass]:
     """Return the tensors that a reshard moves, in classes.
 
     Raises:
-        PlanError: lists all faults that `holding_faults` returns.
+        PlanError: lists all faults that `holding_faults` returns, then the given ones.
     """
     classes = _classes(source, destination)
-    faults = [*_shape_faults(source, destination), *_unserved_faults(classes)]
+    faults = [*_shape_faults(source, destination), *_unserved_faults(classes), *faults]
     if faults:
         raise PlanError(faults)
     return classes
