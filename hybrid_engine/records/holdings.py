@@ -205,16 +205,31 @@ class Holdings:
         num_ranks: size of the world.
         shapes: all tensors known to this side, in the model's order, whether held or not.
         dtypes: dtype of each tensor that is held, the same on all ranks.
-        owners: boxes of each tensor that is held, in the order of `shapes`. The boxes of a tensor
-            are sorted and distinct; equal tuples are one object.
-        placed: boxes with their places, by tensor.
+        placed: boxes with their places of each tensor that is held, in the order of `shapes`.
     """
 
     num_ranks: int
     shapes: Shapes
     dtypes: Mapping[str, str]
-    owners: Mapping[str, TensorOwners]
     placed: Mapping[str, tuple[PlacedBoxes, ...]]
+
+    @cached_property
+    def owners(self) -> Mapping[str, TensorOwners]:
+        """Boxes of each tensor in `placed`, without places.
+
+        The boxes of a tensor are sorted and distinct; equal tuples are one object.
+        """
+        interned = Interned()
+        by_boxes: dict[tuple[int, ...], TensorOwners] = {}
+        owners: dict[str, TensorOwners] = {}
+        for name, parts in self.placed.items():
+            # `placed` keeps the tuples alive, so their ids stay unique.
+            key = tuple(id(part.boxes) for part in parts)
+            if key not in by_boxes:
+                boxes = (box.owners for part in parts for box in part.boxes)
+                by_boxes[key] = interned.owners(boxes)
+            owners[name] = by_boxes[key]
+        return owners
 
     @property
     def model_nbytes(self) -> int:
@@ -310,15 +325,13 @@ def holdings_of(
     faults = dtype_faults(layout)
     if faults:
         raise PlanError(faults)
-    interned = Interned()
 
     @cache
     def all_ranks(ranks: tuple[int, ...]) -> np.ndarray:
         """Return the ranks that hold the same as any of `ranks`."""
-        return interned.ranks(np.concatenate([alike[rank] for rank in ranks]))
+        return np.sort(np.concatenate([alike[rank] for rank in ranks]))
 
     dtypes = {}
-    owners = {}
     placed = {}
     shards_by_tensor = layout.shards_by_tensor()
     for name in layout.tensors:
@@ -348,12 +361,7 @@ def holdings_of(
                 boxes.append(PlacedBox(box_owners, "{name}", numel, start, strides))
             parts.append(PlacedBoxes(tuple(boxes), {"name": buffer_name}, group))
         placed[name] = tuple(parts)
-        owners[name] = _joined_owners(interned, parts)
-    return Holdings(num_ranks, layout.tensors, dtypes, owners, placed)
-
-
-def _joined_owners(interned: Interned, parts: Iterable[PlacedBoxes]) -> TensorOwners:
-    return interned.owners(box.owners for part in parts for box in part.boxes)
+    return Holdings(num_ranks, layout.tensors, dtypes, placed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,17 +453,8 @@ class SideBuilder:
 
     def build(self) -> SideLayout:
         """Return the finished side."""
-        interned = Interned()
         placed = {name: tuple(self._placed[name]) for name in self._shapes if name in self._placed}
         dtypes = {name: self._dtypes.get(name, self._dtype) for name in placed}
-        by_boxes: dict[tuple[int, ...], TensorOwners] = {}
-        owners: dict[str, TensorOwners] = {}
-        for name, parts in placed.items():
-            # `placed` keeps the tuples alive, so their ids stay unique.
-            key = tuple(id(part.boxes) for part in parts)
-            if key not in by_boxes:
-                by_boxes[key] = _joined_owners(interned, parts)
-            owners[name] = by_boxes[key]
         num_elements = np.zeros(self._num_ranks, dtype=np.int64)
         num_expert_elements = np.zeros(self._num_ranks, dtype=np.int64)
         for (_, of_expert), (ranks, numel) in self._elements.items():
@@ -466,7 +465,6 @@ class SideBuilder:
             self._num_ranks,
             self._shapes,
             dtypes,
-            owners,
             placed,
             num_elements=num_elements,
             num_expert_elements=num_expert_elements,

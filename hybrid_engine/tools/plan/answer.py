@@ -238,7 +238,7 @@ def _without(holdings: Holdings, names: Collection[str]) -> Holdings:
     return replace(
         holdings,
         dtypes={name: dtype for name, dtype in holdings.dtypes.items() if name not in names},
-        owners={name: owners for name, owners in holdings.owners.items() if name not in names},
+        placed={name: placed for name, placed in holdings.placed.items() if name not in names},
     )
 
 

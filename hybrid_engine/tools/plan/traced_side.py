@@ -109,7 +109,6 @@ def traced_side(
         held.num_ranks,
         held.shapes,
         held.dtypes,
-        held.owners,
         held.placed,
         elements[0],
         elements[1],

@@ -18,7 +18,7 @@ from hybrid_engine.planning.buckets import (
     release_schedule,
 )
 from hybrid_engine.planning.plan import Bucket
-from hybrid_engine.records.holdings import BoxOwners, Holdings, PlacedBoxes
+from hybrid_engine.records.holdings import BoxOwners, Holdings, PlacedBox, PlacedBoxes
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
@@ -77,20 +77,22 @@ def test_filled_and_freed_bytes_both_close_a_bucket(sides: tuple[int, int]) -> N
 
 
 NAMES = st.sampled_from("abcdefghijkl")
-GROUPS = st.lists(st.sampled_from("vwxyz"), unique=True)
+GROUPS = st.lists(st.sampled_from("vwxyz"), min_size=1, unique=True)
 BY_RANK = st.lists(st.integers(0, 9), min_size=4, max_size=4)
 Tensor = tuple[list[str], list[int], list[int]]
 """Groups, and bytes filled and freed by rank."""
 
 
 def holdings(tensors: dict[str, Tensor], side: int) -> Holdings:
-    owners: dict[str, tuple[BoxOwners, ...]] = {}
     placed = {}
     for name, (groups, *moved) in tensors.items():
-        held = ((rank, nbytes) for rank, nbytes in enumerate(moved[side]) if nbytes)
-        owners[name] = tuple(BoxOwners((0,), (nbytes,), np.array([rank])) for rank, nbytes in held)
-        placed[name] = tuple(PlacedBoxes((), {}, group) for group in groups)
-    return Holdings(4, {}, dict.fromkeys(owners, "uint8"), owners, placed)
+        held = [(rank, nbytes) for rank, nbytes in enumerate(moved[side]) if nbytes]
+        owners = [BoxOwners((0,), (nbytes,), np.array([rank])) for rank, nbytes in held]
+        boxes = tuple(PlacedBox(box, "", box.region.numel, 0, (1,)) for box in owners)
+        # All boxes are in the first group.
+        parts = zip(groups, (boxes, *((),) * len(groups)), strict=False)
+        placed[name] = tuple(PlacedBoxes(part, {}, group) for group, part in parts)
+    return Holdings(4, {}, dict.fromkeys(tensors, "uint8"), placed)
 
 
 @given(st.dictionaries(NAMES, st.tuples(GROUPS, BY_RANK, BY_RANK), min_size=4), st.integers(1, 40), st.sets(NAMES))

@@ -81,8 +81,8 @@ def test_the_order_on_one_host_is_the_best(case: LayoutCase) -> None:
 
 def layers_of(holdings: Holdings) -> Holdings:
     """Keep only the matrices of layers, which are cut over both tensor and pipeline ranks."""
-    kept = {name: owners for name, owners in holdings.owners.items() if "_proj." in name}
-    return replace(holdings, owners=kept)
+    kept = {name: placed for name, placed in holdings.placed.items() if "_proj." in name}
+    return replace(holdings, placed=kept)
 
 
 NESTED = [
