@@ -299,29 +299,9 @@ def _layout_violations(
     except ValueError as error:
         yield Violation(key, str(error), "Correct the layout", code="invalid-layout")
         return
+    yield from _chunk_violations(key, len(chunks), sizes.pipeline, sizes.virtual_pipeline)
     if len(chunks) % sizes.pipeline:
-        yield Violation(
-            key,
-            f"{len(chunks)} chunks on {sizes.pipeline} stages",
-            "Give every stage as many chunks",
-            code="not-divisible",
-        )
         return
-    virtual = len(chunks) // sizes.pipeline
-    if sizes.pipeline == 1 and virtual > 1:
-        yield Violation(
-            key,
-            f"{virtual} chunks without pipeline parallelism",
-            "Leave out |",
-            code="needs-pipeline",
-        )
-    if sizes.virtual_pipeline is not None and sizes.virtual_pipeline != virtual:
-        yield Violation(
-            "virtual_pipeline",
-            f"{sizes.virtual_pipeline}, but the layout has {virtual} chunks for each stage",
-            "Leave it out",
-            code="different-chunks",
-        )
     order = "".join(chunks)
     counts = Counter(order)
     for letter, expected, kind in (
@@ -357,6 +337,39 @@ def _layout_violations(
             "MTP layers (m) must be together in the last chunk of a stage, after all other layers",
             "Move them to the end",
             code="invalid-layout",
+        )
+
+
+def _chunk_violations(key: str, num_chunks: int, pipeline: int, virtual: int | None) -> Violations:
+    """Yield the violations of a number of chunks that does not fit the stages.
+
+    Args:
+        key: the size that has `|` between chunks.
+        num_chunks: number of chunks in it.
+        pipeline: number of stages.
+        virtual: number of chunks of each stage; None if it is not configured.
+    """
+    of_stage, rest = divmod(num_chunks, pipeline)
+    if rest:
+        yield Violation(
+            key,
+            f"{num_chunks} chunks on {pipeline} stages",
+            "Give every stage as many chunks",
+            code="not-divisible",
+        )
+    elif pipeline == 1 and num_chunks > 1:
+        yield Violation(
+            key,
+            f"{num_chunks} chunks without pipeline parallelism",
+            "Leave out |, or raise pipeline_model_parallel_size",
+            code="needs-pipeline",
+        )
+    elif virtual not in (None, of_stage):
+        yield Violation(
+            "virtual_pipeline",
+            f"{virtual}, but there are {of_stage} chunks for each stage",
+            "Leave it out, and end every chunk but the last with |",
+            code="different-chunks",
         )
 
 
@@ -473,41 +486,18 @@ def pattern_violations(
 
 def stage_violations(pattern: str, pipeline: int, virtual: int | None) -> Violations:
     """Yield the violations of a pattern that does not fit the stages."""
-    symbols = _symbols(pattern)
-    num_segments = pattern.count(_PIPE) + 1
-    if num_segments == 1:
-        if len(symbols) % pipeline:
-            yield Violation(
-                _PATTERN,
-                f"{len(symbols)} positions do not divide into {pipeline} stages",
-                "End every stage but the last with |",
-                code="not-divisible",
-            )
-            return
-    elif pipeline == 1:
+    num_positions = len(_symbols(pattern))
+    if _PIPE not in pattern and num_positions % pipeline:
         yield Violation(
             _PATTERN,
-            f"{num_segments} chunks without pipeline parallelism",
-            "Leave out |, or raise pipeline_model_parallel_size",
-            code="needs-pipeline",
-        )
-        return
-    elif num_segments % pipeline:
-        yield Violation(
-            _PATTERN,
-            f"{num_segments} chunks on {pipeline} stages",
-            "Give every stage as many chunks",
+            f"{num_positions} positions do not divide into {pipeline} stages",
+            "End every stage but the last with |",
             code="not-divisible",
         )
         return
-    num_chunks = num_hybrid_chunks(pattern, pipeline)
-    if virtual is not None and virtual != num_chunks:
-        yield Violation(
-            "virtual_pipeline",
-            f"{virtual}, but the pattern has {num_chunks} chunks for each stage",
-            "Leave it out, and end every chunk but the last with |",
-            code="different-chunks",
-        )
+    # Without `|` every stage is one chunk.
+    num_chunks = pattern.count(_PIPE) + 1 if _PIPE in pattern else pipeline
+    yield from _chunk_violations(_PATTERN, num_chunks, pipeline, virtual)
 
 
 def _symbols(pattern: str) -> str:
