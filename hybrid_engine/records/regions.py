@@ -106,31 +106,6 @@ def union(regions: Iterable[Region]) -> list[Region]:
     return disjoint
 
 
-def joined(regions: Iterable[Region]) -> list[Region]:
-    """Join adjacent boxes that differ in a single dim, dim by dim. The result is sorted."""
-    boxes = sorted(regions)
-    for dim in range(len(boxes[0].lengths)):
-        # Boxes that differ in this dim only become neighbours, in order along it.
-        in_lines = sorted((_other_bounds(box, dim), box.offsets[dim], box) for box in boxes)
-        boxes = [in_lines[0][-1]]
-        for bounds, offset, box in in_lines[1:]:
-            last = boxes[-1]
-            if _other_bounds(last, dim) == bounds and last.ends[dim] == offset:
-                lengths = list(last.lengths)
-                lengths[dim] += box.lengths[dim]
-                boxes[-1] = Region(last.tensor, last.offsets, tuple(lengths))
-            else:
-                boxes.append(box)
-    return sorted(boxes)
-
-
-def _other_bounds(box: Region, dim: int) -> tuple[Offsets, Shape]:
-    """Return a box's offsets and lengths in all dims but one."""
-    offsets = box.offsets[:dim] + box.offsets[dim + 1 :]
-    lengths = box.lengths[:dim] + box.lengths[dim + 1 :]
-    return offsets, lengths
-
-
 def contiguous_strides(shape: Shape) -> Strides:
     """Return the row-major strides of `shape`, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

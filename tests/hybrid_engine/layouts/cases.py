@@ -20,7 +20,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.regions import Region, Shape, StridedView, contiguous_strides, joined, union
+from hybrid_engine.records.regions import Shape, StridedView, contiguous_strides
 
 # 12 heads of 2 elements divide by 1, 2, 3, 4, 6 and 12 ranks. vLLM pads 150 tokens to 192, Megatron
 # does not.
@@ -94,15 +94,8 @@ class LayoutCase:
         return [name for name in self.table.shapes if not self.table.is_served(name)]
 
 
-def regions_by_tensor(layout: Layout) -> dict[str, list[Region]]:
-    """Return each tensor's elements in a layout as sorted boxes, joined with their neighbours.
-
-    Layouts of one rank with equal contents are equal, however they are cut.
-    """
-    regions: dict[str, set[Region]] = {}
-    for shard in layout.shards:
-        regions.setdefault(shard.region.tensor, set()).add(shard.region)
-    return {tensor: joined(union(sorted(boxes))) for tensor, boxes in sorted(regions.items())}
+def held_tensors(layout: Layout) -> set[str]:
+    return {shard.region.tensor for shard in layout.shards}
 
 
 def divisors(number: int) -> list[int]:

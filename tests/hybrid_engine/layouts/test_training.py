@@ -14,10 +14,9 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.layout import Layout, differences
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
-from tests.hybrid_engine.layouts.cases import regions_by_tensor
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import actor_config, parallel_state_of
 
@@ -65,8 +64,8 @@ LIVE: list[tuple[str, Values, Values]] = [
 ]
 
 
-def live_regions(cases: list[tuple[str, Values, Values]]) -> list[dict[str, list[Region]]]:
-    regions = []
+def live_layouts(cases: list[tuple[str, Values, Values]]) -> list[Layout]:
+    layouts = []
     for family, changes, settings in cases:
         actor = actor_config(**settings)
         with parallel_state_of(actor):
@@ -76,20 +75,19 @@ def live_regions(cases: list[tuple[str, Values, Values]]) -> list[dict[str, list
 
             config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)
-            layout = MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
-            regions.append(regions_by_tensor(layout))
-    return regions
+            layouts.append(MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout())
+    return layouts
 
 
 def test_every_rank_matches_the_live_model(engines: Ranks) -> None:
-    by_rank = engines.launch(live_regions, 4, LIVE)
+    by_rank = engines.launch(live_layouts, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
         actor = actor_config(**settings)
         table = table_for({**served_config(family), **changes})
         side = training_side(table, actor.sizes(world_size=4, cuts_whole_projections=True))
         for rank in range(4):
-            regions = regions_by_tensor(side.layout_of(rank))
-            assert regions == by_rank[rank][number], (family, settings, rank)
+            live = by_rank[rank][number]
+            assert differences(side.layout_of(rank), live) == [], (family, settings, rank)
 
 
 @st.composite
