@@ -22,7 +22,6 @@ from hybrid_engine.planning.plan import (
     ReshardPlan,
     Transfer,
     fingerprint_of,
-    wire_dtype,
 )
 from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
 from hybrid_engine.planning.routes import Hosts, Routes
@@ -326,7 +325,7 @@ class _Planner:
 
         A box goes over a relay buffer, or directly to its place if it has only one.
         """
-        dtype = wire_dtype(self._source.dtypes[tensor], self._destination.dtypes[tensor])
+        dtype = routes.tensors.dtypes[index]
         for ingress in routes.ingress:
             region = Region(tensor, ingress.region.offsets, ingress.region.lengths)
             source = routes.tensors.sources[ingress.source]

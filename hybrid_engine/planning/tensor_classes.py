@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,14 +32,19 @@ class TensorClass:
         destinations: the owners in inference.
         tensors: names, in the plan's order.
         first: ordinal of the first tensor in the plan.
-        itemsizes: bytes per element on the wire of each tensor, int array.
+        dtypes: dtype of each tensor on the wire.
     """
 
     sources: TensorOwners
     destinations: TensorOwners
     tensors: tuple[str, ...]
     first: int
-    itemsizes: np.ndarray
+    dtypes: tuple[str, ...]
+
+    @cached_property
+    def itemsizes(self) -> np.ndarray:
+        """Bytes per element on the wire of each tensor, int array."""
+        return np.array([DTYPE_NBYTES[dtype] for dtype in self.dtypes])
 
 
 def tensor_classes(
@@ -80,20 +86,16 @@ def _classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
             destinations=destination.owners[members[0]],
             tensors=tuple(members),
             first=first[key],
-            itemsizes=_wire_itemsizes(members, source, destination),
+            # A tensor without a source gets any: `_unserved_faults` rejects its class.
+            dtypes=tuple(
+                wire_dtype(
+                    source.dtypes.get(name, destination.dtypes[name]), destination.dtypes[name]
+                )
+                for name in members
+            ),
         )
         for key, members in names.items()
     ]
-
-
-def _wire_itemsizes(names: Sequence[str], source: Holdings, destination: Holdings) -> np.ndarray:
-    """Return the bytes per element on the wire of each tensor."""
-    itemsizes = np.empty(len(names), dtype=np.int64)
-    for index, name in enumerate(names):
-        dtype = destination.dtypes[name]
-        # A tensor without a source gets any number: `_unserved_faults` rejects its class.
-        itemsizes[index] = DTYPE_NBYTES[wire_dtype(source.dtypes.get(name, dtype), dtype)]
-    return itemsizes
 
 
 def _shape_faults(source: Holdings, destination: Holdings) -> list[str]:

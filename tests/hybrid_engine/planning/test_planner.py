@@ -405,7 +405,7 @@ def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors:
     """Shares are equal over any number of tensors of a class, and over each link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
-        tensors = TensorClass(sources, owners_of(case.destination, tensor), (tensor,), first, np.ones(1))
+        tensors = TensorClass(sources, owners_of(case.destination, tensor), (tensor,), first, ("int8",))
         routes = Routes(tensors, Hosts(case.hosts, case.relaying, case.devices))
         places = {Link.HOST: case.hosts, Link.DEVICE: [*zip(case.hosts, case.devices, strict=False)]}
         received: Counter[tuple[int, Link, object]] = Counter()
@@ -565,7 +565,7 @@ def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> TensorOwners:
 def test_senders_share_unequal_boxes_equally(
     sources: TensorOwners, destinations: TensorOwners, relaying: Collection[int]
 ) -> None:
-    tensors = TensorClass(sources, destinations, ("t",) * 24, 0, np.full(24, 2))
+    tensors = TensorClass(sources, destinations, ("t",) * 24, 0, ("int16",) * 24)
     sent = np.zeros(40)
     for flow in Routes(tensors, Hosts([rank // 8 for rank in range(40)], relaying)).flows():
         if flow.link is Link.NETWORK:
