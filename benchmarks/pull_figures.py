@@ -17,7 +17,7 @@ from threading import BrokenBarrierError
 
 import torch
 
-from benchmarks.flat_models import FLAT, ModelShape, RankJob, rank_job
+from benchmarks.flat_models import FLAT, ModelShape, rank_job
 from benchmarks.targets import Target, target_named
 from benchmarks.timings import (
     Timing,
@@ -28,7 +28,7 @@ from benchmarks.timings import (
 )
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Bucket, Transfer
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import BatchedCopies, copy_straight
 from hybrid_engine.transports.pull import SharedMemoryTransport
@@ -128,16 +128,16 @@ def _pull(
     if handle is None:
         raise TransportError("no elastic buffers on this device; the log says why")
     peer = open_peer(handle, target.elastic)
-    # the half that is already on this rank
-    copy_straight("local", 0, BatchedCopies(_read_from(job, rank)), lambda _: source, destinations)
-    parts = [_read_from(job, 1 - rank, bucket) for bucket in range(len(job.buckets))]
+    local = BatchedCopies(_read_from(rank, *job.buckets))  # the half that is already on this rank
+    copy_straight("local", 0, local, lambda _: source, destinations)
     transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle})
-    copies = BatchedCopies(transfer for part in parts for transfer in part)
+    shares = [transport.prepare(_read_from(1 - rank, bucket)) for bucket in job.buckets]
+    copies = BatchedCopies(_read_from(1 - rank, *job.buckets))
     seconds: dict[str, list[float]] = {WITH_MAPPING: [], COPIES: []}
     for _ in range(task.repeat + 1):
         barrier.wait()
         seconds[WITH_MAPPING].append(
-            seconds_of(device, partial(_pull_by_bucket, transport, parts, destinations))
+            seconds_of(device, partial(_pull_by_bucket, transport, shares, destinations))
         )
         barrier.wait()
         with peer.mapped() as flat:
@@ -155,13 +155,12 @@ def _pull(
 
 def _pull_by_bucket(
     transport: SharedMemoryTransport,
-    parts: Sequence[Sequence[Transfer]],
+    shares: Sequence[BatchedCopies],
     destinations: Mapping[str, torch.Tensor],
 ) -> None:
     """Pull as in a switch: chunks stay mapped from the first to the last bucket that reads them."""
-    for index, transfers in enumerate(parts):
-        if transfers:
-            transport.run(index, transfers, {}, destinations)
+    for index, share in enumerate(shares):
+        transport.run(index, share, {}, destinations)
     transport.trim()
 
 
@@ -169,8 +168,7 @@ def _always(flat: torch.Tensor) -> Callable[[Transfer], torch.Tensor]:
     return lambda _: flat
 
 
-def _read_from(job: RankJob, src_rank: int, bucket: int | None = None) -> list[Transfer]:
-    """Return the transfers from `src_rank`, of one bucket or of all."""
-    buckets = job.buckets if bucket is None else [job.buckets[bucket]]
+def _read_from(src_rank: int, *buckets: Bucket) -> list[Transfer]:
+    """Return the transfers of the buckets from `src_rank`."""
     transfers = (transfer for bucket in buckets for transfer in bucket.transfers)
     return [transfer for transfer in transfers if transfer.src_rank == src_rank]

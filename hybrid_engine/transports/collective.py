@@ -66,7 +66,7 @@ _MAX_PEERS_PER_BATCH = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketMessages:
-    """Messages of this rank in a bucket, by ascending peer, derived from `transfers`.
+    """Messages of this rank in a bucket, by ascending peer, derived from its `transfers`.
 
     `packing`, `unpacking`: into and out of messages.
     """
@@ -150,8 +150,7 @@ class CollectiveTransport(Transport):
         self._notify_device = _staging_device(self._notify_group)
         self._deltas = Deltas() if context.sends_deltas else None
         self._staging: TensorDict = {}
-        # Both by bucket.
-        self._shares: dict[int, _BucketMessages] = {}
+        # By bucket.
         self._in_flight: dict[int, InFlight] = {}
         self._broken: dict[Group, TransportError] = {}
 
@@ -165,11 +164,20 @@ class CollectiveTransport(Transport):
         if self._deltas is not None:
             self._deltas.begin(whole=whole)
 
+    def prepare(self, transfers: Sequence[Transfer]) -> _BucketMessages:
+        """Return the messages of these transfers; see `context.Transport`."""
+        outgoing, incoming = self._planner.messages(transfers)
+        packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
+        unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
+        return _BucketMessages(
+            transfers, outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked)
+        )
+
     @torch.no_grad()
     def start(
         self,
         bucket: int,
-        transfers: Sequence[Transfer],
+        share: _BucketMessages,
         source: FlatBuffers | None,
         reason: str = "",
     ) -> None:
@@ -178,22 +186,22 @@ class CollectiveTransport(Transport):
         Raises TransportError when the group is unusable or memory is short; `run` raises others.
         """
         if bucket not in self._in_flight:
-            self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
+            self._in_flight[bucket] = self._launch(bucket, share, source, reason)
 
     @torch.no_grad()
     def run(
         self,
         bucket: int,
-        transfers: Sequence[Transfer],
+        share: _BucketMessages,
         source: FlatBuffers,
         destination: FlatBuffers,
     ) -> None:
-        """Send and receive this rank's transfers of the bucket; see `context.Transport`.
+        """Send and receive this rank's messages of the bucket; see `context.Transport`.
 
         Raises TransportError. `destination` is unchanged unless the phase in the message is
         "write".
         """
-        exchange = self._exchange(bucket, transfers, source)
+        exchange = self._exchange(bucket, share, source)
         # Raised only now, after the messages with the reason were sent.
         if exchange.failure is not None:
             raise exchange.failure
@@ -203,7 +211,6 @@ class CollectiveTransport(Transport):
             )
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
-            share = self._share_of(bucket, transfers)
             if self._deltas is not None:
                 self._apply(bucket, exchange, self._deltas)
             flats = _flats(exchange.incoming)
@@ -217,13 +224,13 @@ class CollectiveTransport(Transport):
                 share.planned,
             )
 
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+    def abandon(self, bucket: int, share: _BucketMessages, reason: str) -> None:
         """Take part in a bucket without reading or writing; see `context.Transport`.
 
         Messages that were started before are sent unchanged. Raises TransportError only when the
         messages cannot be exchanged.
         """
-        self._exchange(bucket, transfers, None, reason)
+        self._exchange(bucket, share, None, reason)
 
     def notify(
         self,
@@ -272,7 +279,6 @@ class CollectiveTransport(Transport):
         Process groups stay open. No bucket is in flight.
         """
         self._staging.clear()
-        self._shares.clear()
         if self._deltas is not None:
             self._deltas.close()
 
@@ -282,29 +288,15 @@ class CollectiveTransport(Transport):
 
     # Staging, packing, unpacking.
 
-    def _share_of(self, bucket: int, transfers: Sequence[Transfer]) -> _BucketMessages:
-        share = self._shares.get(bucket)
-        # The plan passes the same list at every switch; another list is another plan.
-        if share is None or share.transfers is not transfers:
-            outgoing, incoming = self._planner.messages(transfers)
-            packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
-            unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
-            share = _BucketMessages(
-                transfers, outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked)
-            )
-            self._shares[bucket] = share
-        return share
-
     def _launch(
         self,
         bucket: int,
-        transfers: Sequence[Transfer],
+        share: _BucketMessages,
         source: FlatBuffers | None,
         reason: str,
     ) -> InFlight:
         """Pack and post the messages of a bucket; without a source they are void for `reason`."""
         self._raise_if_broken(bucket, self._group)
-        share = self._share_of(bucket, transfers)
         # Messages of the previous bucket may still be in flight, in the other slot.
         slot = bucket % NUM_SLOTS
         with timed_span(self._costs.seconds, "read"):
@@ -423,14 +415,14 @@ class CollectiveTransport(Transport):
     def _exchange(
         self,
         bucket: int,
-        transfers: Sequence[Transfer],
+        share: _BucketMessages,
         source: FlatBuffers | None,
         reason: str = "",
     ) -> InFlight:
         """Exchange the messages of a bucket, posting them unless `start` did."""
         exchange = self._in_flight.pop(bucket, None)
         if exchange is None:
-            exchange = self._launch(bucket, transfers, source, reason)
+            exchange = self._launch(bucket, share, source, reason)
         # From here on: a message that was started with the bucket before has the full time left.
         deadline = time.monotonic() + self._timeout
         self._wait(bucket, "transfer", exchange.posted, deadline)

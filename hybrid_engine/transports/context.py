@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,11 @@ class TransportContext:
 class Transport:
     """Base class of transports of bytes, which do nothing but `run` unless they exchange messages.
 
-    Every rank calls `run` for every bucket, in the plan's order, with its share of the bucket.
-    Contract, checked for every transport by one test suite: after `run` returned on a rank, every
-    transfer whose `dst_rank` is that rank is complete. Source buffers may be overwritten only after
-    all ranks of their host have returned (the caller fences), regardless of other hosts that read
-    them. Failures raise TransportError and never hang: waits end after the transport's timeout
+    Every rank calls `run`, in the plan's order, for every bucket of which it has a share. Contract,
+    checked for every transport by one test suite: after `run` returned on a rank, every transfer of
+    the bucket whose `dst_rank` is that rank is complete. Source buffers may be overwritten only
+    after all ranks of their host have returned (the caller fences), regardless of other hosts that
+    read them. Failures raise TransportError and never hang: waits end after the transport's timeout
     (seconds).
 
     Classes of transports are registered in transports/router.py.
@@ -95,30 +95,25 @@ class Transport:
     def begin(self, *, whole: bool) -> None:
         """Begin a fill, with the same argument on all ranks; see `TransportSet.begin`."""
 
-    def start(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers | None,
-        reason: str = "",
-    ) -> None:
+    def prepare(self, transfers: Sequence[Transfer]) -> Any:
+        """Return this rank's share of a bucket as the methods below take it; called once for each.
+
+        `transfers`: those that read from or write to this rank, at least one.
+        """
+        return transfers
+
+    def start(self, bucket: int, share: Any, source: FlatBuffers | None, reason: str = "") -> None:
         """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
 
         At most `NUM_SLOTS` buckets are started but not run. `source` is None if this rank
         failed elsewhere; then `reason` is the cause.
         """
 
-    def run(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers,
-        destination: FlatBuffers,
-    ) -> None:
-        """Carry out `transfers`: those of bucket `bucket` that read from or write to this rank."""
+    def run(self, bucket: int, share: Any, source: FlatBuffers, destination: FlatBuffers) -> None:
+        """Carry out this rank's share of bucket `bucket`."""
         raise NotImplementedError
 
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+    def abandon(self, bucket: int, share: Any, reason: str) -> None:
         """Replace `run` on a rank that failed elsewhere.
 
         Peers that wait for this rank fail with `reason`.

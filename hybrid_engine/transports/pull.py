@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Self
-from weakref import WeakKeyDictionary
 
 import torch
 from msgspec.structs import replace
@@ -39,52 +38,31 @@ from hybrid_engine.transports.copies import (
 class PullTransport(Transport):
     """Base class of the transports that pull, from this rank unless a subclass opens sources."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        # By bucket and first transfer: relay buffers are read in a second run of the bucket.
-        self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}
+    def prepare(self, transfers: Sequence[Transfer]) -> BatchedCopies:
+        """Return the copies that write to this rank; see the base class."""
+        # Ascending from this rank, then ascending from 0. If all ranks began with rank 0, they
+        # would share the links of its device while those of the others idle. Of 4 ranks, rank 2
+        # reads from 2 and 3, then from 0 and 1.
+        return BatchedCopies(
+            sorted(
+                (transfer for transfer in transfers if transfer.dst_rank == self.rank),
+                key=lambda pull: (pull.src_rank < self.rank, pull.src_rank),
+            )
+        )
 
     def run(
-        self,
-        bucket: int,
-        transfers: Sequence[Transfer],
-        source: FlatBuffers,
-        destination: FlatBuffers,
+        self, bucket: int, copies: BatchedCopies, source: FlatBuffers, destination: FlatBuffers
     ) -> None:
-        """Copy the transfers that write to this rank; see the base class."""
-        if not transfers:
-            return
+        """Copy; see the base class."""
         # Device memory of peers is unmapped when the stack is closed.
         with ExitStack() as readings:
             with timed_span(self._costs.seconds, "read"):
-                key = (bucket, transfers[0])
-                known, copies = self._copies.get(key, (None, None))
-                # The router passes the same list at every switch; another list is another plan.
-                if copies is None or known is not transfers:
-                    # Ascending from this rank, then ascending from 0. If all ranks began with rank
-                    # 0, they would share the links of its device while those of the others idle.
-                    # Of 4 ranks, rank 2 reads from 2 and 3, then from 0 and 1.
-                    copies = BatchedCopies(
-                        sorted(
-                            (transfer for transfer in transfers if transfer.dst_rank == self.rank),
-                            key=lambda pull: (pull.src_rank < self.rank, pull.src_rank),
-                        )
-                    )
-                    self._copies[key] = (transfers, copies)
                 source_of = self._open_sources(bucket, copies, source, readings)
             with timed_span(self._costs.seconds, "transfer"):
                 copy_straight(self.name, bucket, copies, source_of, destination)
 
-    def close(self) -> None:
-        """Drop the copies prepared for the buckets; idempotent."""
-        self._copies.clear()
-
     def _open_sources(
-        self,
-        bucket: int,
-        copies: BatchedCopies,
-        source: FlatBuffers,
-        readings: ExitStack,
+        self, bucket: int, copies: BatchedCopies, source: FlatBuffers, readings: ExitStack
     ) -> FlatOf:
         """Return a function from a transfer to its flat source.
 
@@ -123,10 +101,8 @@ class SharedMemoryTransport(PullTransport):
         # Whole memory files, each of which contains many buffers; they stay mapped.
         self._files: dict[BufferHandle, torch.Tensor] = {}
         self._device_peers: dict[BufferId, DevicePeer] = {}
-        # Chunks that copies read, by source; derived at first use.
-        self._chunks: WeakKeyDictionary[BatchedCopies, dict[BufferId, list[int]]] = (
-            WeakKeyDictionary()
-        )
+        # Chunks of a source that copies read; derived at first use.
+        self._chunks: dict[tuple[BatchedCopies, BufferId], list[int]] = {}
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
@@ -148,18 +124,14 @@ class SharedMemoryTransport(PullTransport):
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
-        super().close()
+        self._chunks.clear()
         self._files.clear()
         while self._device_peers:
             _, peer = self._device_peers.popitem()
             peer.close()
 
     def _open_sources(
-        self,
-        bucket: int,
-        copies: BatchedCopies,
-        source: FlatBuffers,
-        readings: ExitStack,
+        self, bucket: int, copies: BatchedCopies, source: FlatBuffers, readings: ExitStack
     ) -> FlatOf:
         flats: dict[BufferId, torch.Tensor] = {}
         for buffer_id, pulls in copies.by_source.items():
@@ -185,16 +157,16 @@ class SharedMemoryTransport(PullTransport):
             return self._map(handle)
         if buffer_id not in self._device_peers:
             self._device_peers[buffer_id] = open_peer(handle)
-        by_buffer = self._chunks.setdefault(copies, {})
-        if buffer_id not in by_buffer:
+        key = (copies, buffer_id)
+        if key not in self._chunks:
             # A smaller hole cannot contain a whole chunk, so leaving it out would save nothing.
             hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize
-            by_buffer[buffer_id] = handle.chunks(
+            self._chunks[key] = handle.chunks(
                 extent
                 for transfer in copies.by_source[buffer_id]
                 for extent in source_extents(transfer, hole)
             )
-        return readings.enter_context(self._device_peers[buffer_id].mapped(by_buffer[buffer_id]))
+        return readings.enter_context(self._device_peers[buffer_id].mapped(self._chunks[key]))
 
     def _map(self, handle: BufferHandle) -> torch.Tensor:
         """Return a peer's flat tensor in host pages; each memory file is mapped once."""

@@ -7,10 +7,9 @@ may choose it. The contract tests run over every class of the registry.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,13 +41,11 @@ def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: st
     "auto" chooses the first of the registry that can carry it. Any other preference applies to all
     transfers between two ranks, even if that transport cannot carry them; see `TransportSet.check`.
     """
-    for transport in REGISTRY:
-        if not transport.obstacle(transfer, exported):
-            # A preference is about two ranks; copies within a rank are always local.
-            if preference == "auto" or transport is LocalTransport:
-                return transport.name
-            return preference
-    raise AssertionError("the last transport of the registry carries everything")
+    # A preference is about two ranks; copies within a rank are always local.
+    if preference != "auto" and transfer.src_rank != transfer.dst_rank:
+        return preference
+    # The last one has no obstacle.
+    return next(kind.name for kind in REGISTRY if not kind.obstacle(transfer, exported))
 
 
 # Phases of relaying, as they appear in messages.
@@ -79,8 +76,8 @@ def pulled_buffers(rank: int, plan: ReshardPlan, preference: str) -> set[str]:
 class TransportSet:
     """The transports of one rank, with a rule that assigns each transfer to one of them.
 
-    Every rank calls `run`, or `abandon`, for every bucket of the plan, even without a share.
-    Transfers out of relay buffers follow the bucket's other transfers:
+    Every rank calls `run`, or `abandon`, for every bucket of the plan, even without a share, after
+    `check`. Transfers out of relay buffers follow the bucket's other transfers:
 
         relay rank  receives -> notifies its readers -> reads its part -> waits for their
                     notifications: the buffer may be overwritten
@@ -141,17 +138,16 @@ class TransportSet:
         for transfer in plan.transfers():
             name = self._choose(transfer)
             buffer = transfer.src.buffer
-            kind = next((kind for kind in REGISTRY if kind.name == name), None)
-            if kind is not None and (obstacle := kind.obstacle(transfer, exported)):
-                problem = f"{name} cannot read {obstacle} ({buffer})"
-                remedy = "Choose auto or collective"
-                violation = Violation(CONFIG_KEY, problem, remedy, code="cannot-read")
-            elif name not in self._transports:
+            if name not in self._transports:
                 problem = (
                     f"rank {transfer.dst_rank} reads {buffer} by {name}, which is not available"
                 )
                 remedy = "Initialise torch.distributed, or export the buffer to its host"
                 violation = Violation(CONFIG_KEY, problem, remedy, code="no-transport")
+            elif obstacle := self._transports[name].obstacle(transfer, exported):
+                problem = f"{name} cannot read {obstacle} ({buffer})"
+                remedy = "Choose auto or collective"
+                violation = Violation(CONFIG_KEY, problem, remedy, code="cannot-read")
             else:
                 continue
             # The same problem is reported once.
@@ -189,16 +185,15 @@ class TransportSet:
         if following is not None:
             failure = self._start(bucket, following, source)
         # Local copies come first, and go on while the messages that `_start` posted are in flight.
-        for name, transport in self._transports.items():
-            # Every transport takes part, also without transfers: peers may wait for its messages.
-            transfers = share.transfers.get(name, ())
+        for name, part in share.parts.items():
+            transport = self._transports[name]
             try:
                 if failure is None:
-                    with span(name) if transfers else nullcontext():
-                        transport.run(bucket.index, transfers, source, destination)
+                    with span(name):
+                        transport.run(bucket.index, part, source, destination)
                 else:
                     # Peers that wait for this transport fail with the reason instead.
-                    transport.abandon(bucket.index, transfers, str(failure))
+                    transport.abandon(bucket.index, part, str(failure))
             except Exception as error:
                 failure = failure or error
         if share.fan_out:
@@ -220,9 +215,9 @@ class TransportSet:
         share = self._share(bucket)
         self.num_met += 1
         failure = self._start(bucket, following, None, reason)
-        for name, transport in self._transports.items():
+        for name, part in share.parts.items():
             try:
-                transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
+                self._transports[name].abandon(bucket.index, part, reason)
             except Exception as error:
                 # The first failure explains later ones. Other transports have other peers.
                 failure = failure or error
@@ -266,10 +261,8 @@ class TransportSet:
         buckets = [bucket] if following is None else [bucket, following]
         try:
             for started in buckets:
-                share = self._share(started)
-                for name, transport in self._transports.items():
-                    transfers = share.transfers.get(name, ())
-                    transport.start(started.index, transfers, source, reason)
+                for name, part in self._share(started).parts.items():
+                    self._transports[name].start(started.index, part, source, reason)
         except Exception as error:
             return error
         return None
@@ -296,10 +289,9 @@ class TransportSet:
                     failure = PeerTransportError(reason, code="peer-failed")
                 if phase == _ARRIVED and failure is None:
                     # The relay rank reads its part here as well.
-                    for name, transfers in share.fan_out.items():
-                        transport = self._transports[name]
+                    for name, part in share.fan_out.items():
                         relays = self._relays.tensors
-                        transport.run(share.bucket.index, transfers, relays, destination)
+                        self._transports[name].run(share.bucket.index, part, relays, destination)
             except Exception as error:
                 failure = failure or error
         return failure
@@ -326,13 +318,9 @@ class TransportSet:
 
     def _share(self, bucket: Bucket) -> _BucketShare:
         """Return this rank's share of a bucket, computed once: a plan runs at every switch."""
-        share = self._shares.get(bucket.index)
-        # Another object under the same number belongs to another plan.
-        if share is not None and share.bucket is bucket:
-            return share
+        if bucket.index in self._shares:
+            return self._shares[bucket.index]
         of_rank = bucket.of_rank(self.rank)
-        transfers = self._by_transport(bucket.index, of_rank.transfers)
-        fan_out = self._by_transport(bucket.index, of_rank.fan_out)
         # Transports subtract what they save by deltas.
         planned = Costs()
         for transfer in of_rank.counted():
@@ -343,8 +331,8 @@ class TransportSet:
         relay_ranks = {transfer.src_rank for transfer in of_rank.fan_out}
         share = _BucketShare(
             bucket,
-            transfers,
-            fan_out,
+            self._prepared(of_rank.transfers),
+            self._prepared(of_rank.fan_out),
             planned,
             frozenset(readers - {self.rank}),
             frozenset(relay_ranks - {self.rank}),
@@ -352,20 +340,20 @@ class TransportSet:
         self._shares[bucket.index] = share
         return share
 
-    def _by_transport(
-        self, index: int, transfers: Iterable[Transfer]
-    ) -> Mapping[str, Sequence[Transfer]]:
-        by_name: defaultdict[str, list[Transfer]] = defaultdict(list)
+    def _prepared(self, transfers: Iterable[Transfer]) -> dict[str, Any]:
+        """Return what each transport carries, in the order in which they run."""
+        by_name: dict[str, list[Transfer]] = {name: [] for name in self._transports}
         for transfer in transfers:
             name = self._choose(transfer)
-            if name not in self._transports:
+            if name not in by_name:
                 raise TransportError(
-                    f"bucket {index}, tensor {transfer.tensor}: no {name} transport on rank "
-                    f"{self.rank}; available: {', '.join(self._transports)}",
+                    f"tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
+                    f"available: {', '.join(by_name)}",
                     code="no-transport",
                 )
             by_name[name].append(transfer)
-        return by_name
+        transports = self._transports
+        return {name: transports[name].prepare(part) for name, part in by_name.items() if part}
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,15 +361,16 @@ class _BucketShare:
     """A rank's work in a bucket.
 
     Attributes:
-        transfers, fan_out: by transport name. `fan_out` reads from relay buffers.
+        parts, fan_out: of each transport with transfers, in the form of its `prepare`. `fan_out`
+            reads from relay buffers.
         planned: bytes, if all messages are sent whole.
         readers: other ranks that read this rank's relay buffers.
         relay_ranks: other ranks whose relay buffers this rank reads.
     """
 
     bucket: Bucket
-    transfers: Mapping[str, Sequence[Transfer]]
-    fan_out: Mapping[str, Sequence[Transfer]]
+    parts: Mapping[str, Any]
+    fan_out: Mapping[str, Any]
     planned: Costs
     readers: Set[int]
     relay_ranks: Set[int]

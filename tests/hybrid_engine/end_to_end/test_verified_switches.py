@@ -20,8 +20,10 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ComputationError, HybridEngineError, RemoteError, WeightError
+from hybrid_engine.planning.plan import Bucket, Costs
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.states import State
+from hybrid_engine.transports.pull import PullTransport
 from tests.harness.launch import on_engines
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -42,38 +44,22 @@ def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 @contextmanager
-def _wrapped_transports(engine: Any, wrap: Callable[[Any], Callable[..., None]]) -> Iterator[None]:
-    """Replace each transport's `run` by the result of `wrap`."""
-    transports = list(engine.sharding.router._transports.values())
-    for transport in transports:
-        transport.run = wrap(transport)
-    try:
-        yield
-    finally:
-        for transport in transports:
-            del transport.run
-
-
-@contextmanager
 def flipped_bit(engine: Any) -> Iterator[None]:
     """Flip a bit of the first element that rank 1 receives from rank 0."""
     rank = dist.get_rank()
+    run = engine.sharding.router.run
     flipped = []
 
-    def wrap(transport: Any) -> Callable[..., None]:
-        run = transport.run
+    def flip(bucket: Bucket, source: Any, destination: Any, following: Any) -> Costs:
+        costs = run(bucket, source, destination, following)
+        received = [transfer for transfer in bucket.transfers if transfer.dst_rank == rank != transfer.src_rank]
+        if rank == 1 and received and not flipped:
+            place = received[0].dst
+            flipped.append(place)
+            destination[place.buffer.name][place.offset : place.offset + 1].view(torch.int16).bitwise_xor_(1)
+        return costs
 
-        def flip(bucket: int, transfers: Any, source: Any, destination: Any) -> None:
-            run(bucket, transfers, source, destination)
-            received = [transfer for transfer in transfers if transfer.dst_rank == rank != transfer.src_rank]
-            if rank == 1 and received and not flipped:
-                place = received[0].dst
-                flipped.append(place)
-                destination[place.buffer.name][place.offset : place.offset + 1].view(torch.int16).bitwise_xor_(1)
-
-        return flip
-
-    with _wrapped_transports(engine, wrap):
+    with mock.patch.object(engine.sharding.router, "run", flip):
         yield
 
 
@@ -81,17 +67,13 @@ def flipped_bit(engine: Any) -> Iterator[None]:
 def stale_bucket(engine: Any) -> Iterator[None]:
     """Skip the transfers of the last bucket to rank 0."""
     last = engine.sharding.plan.buckets[-1]
+    run = PullTransport.run
 
-    def wrap(transport: Any) -> Callable[..., None]:
-        run = transport.run
+    def skip(transport: PullTransport, bucket: int, *arguments: Any) -> None:
+        if dist.get_rank() == 1 or bucket != last.index:
+            run(transport, bucket, *arguments)
 
-        def skip(bucket: int, transfers: Any, source: Any, destination: Any) -> None:
-            if dist.get_rank() == 1 or bucket != last.index or transport.name == "collective":
-                run(bucket, transfers, source, destination)
-
-        return skip
-
-    with _wrapped_transports(engine, wrap):
+    with mock.patch.object(PullTransport, "run", skip):
         yield
 
 

@@ -364,11 +364,12 @@ def test_the_chunks_of_a_bucket_are_found_once(rig: Rig, monkeypatch: pytest.Mon
     places = Place(source, CHUNK // 4 - 2, (1,)), Place(BufferId(1, "dst"), 0, (1,))
     transfers = [Transfer("t", (4,), *places, 16, Link.HOST)]  # of both chunks
     transport = SharedMemoryTransport(1, {source: buffer.export()})
+    copies = transport.prepare(transfers)
     own_mappings = mapped()
     destination = {"dst": torch.zeros(4)}
     for value in range(2):  # the second time with restored memory
         buffer.tensor.fill_(value)
-        transport.run(0, transfers, {}, destination)
+        transport.run(0, copies, {}, destination)
         assert destination["dst"].tolist() == [value] * 4
         assert mapped() == own_mappings
         buffer.release()
@@ -386,7 +387,8 @@ def test_the_transport_does_not_map_gaps_between_rows(rig: Rig):
     places = Place(source, 0, (2 * elements, 1)), Place(BufferId(1, "dst"), 0, (3, 1))
     destination = {"dst": torch.zeros(6)}
     buffer.release(buffer.granularity, 2 * buffer.granularity)
-    transport.run(0, [Transfer("t", (2, 3), *places, 24, Link.HOST)], {}, destination)
+    copies = transport.prepare([Transfer("t", (2, 3), *places, 24, Link.HOST)])
+    transport.run(0, copies, {}, destination)
     assert bool((destination["dst"] == 1).all())
     transport.close()
 

@@ -98,15 +98,17 @@ def transports(rank: int) -> dict[str, object]:
         with groups[0] as new_group, groups[1] as new_nccl_group:
             rig = Rig(elastic=elastic, transport=transport)
         with ExitStack() as ends:
-            runs = {
-                kind.name: ends.enter_context(mock.patch.object(kind, "run", autospec=True, side_effect=kind.run))
+            shares = {
+                kind.name: ends.enter_context(
+                    mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare)
+                )
                 for kind in (SharedMemoryTransport, CollectiveTransport)
             }
             report = rig.fill()
         rig.assert_is(INFER)
         carried = Counter()
-        for name, run in runs.items():
-            for _, _, transfers, *_ in (call.args for call in run.call_args_list):
+        for name, prepare in shares.items():
+            for _, transfers in (call.args for call in prepare.call_args_list):
                 carried[name] += sum(transfer.nbytes for transfer in transfers if transfer.dst_rank == rank)
         assert_switches_succeed(rig)
         rig.close()

@@ -88,7 +88,7 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         }[kind]()
         destination = case.new_destinations(rank)
         for bucket in case.buckets:
-            transport.run(bucket.index, bucket.transfers, by_rank[rank], destination)
+            transport.run(bucket.index, transport.prepare(bucket.transfers), by_rank[rank], destination)
         transport.close()
         transport.close()  # idempotent
         assert num_memory_files() == num_mapped, "memory of the peers stays mapped"
@@ -161,10 +161,11 @@ def staging_growth_on_rank(rank: int) -> list[str]:
     """Return differences between the staging memory of the first and third cycle."""
     case = build_case(SEED, dist.get_world_size(), CASES["both_directions_large"])
     transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
+    shares = [transport.prepare(bucket.transfers) for bucket in case.buckets]
     addresses = []
     for _ in range(3):
-        for bucket in case.buckets:
-            transport.run(bucket.index, bucket.transfers, case.sources_of(rank), case.new_destinations(rank))
+        for index, share in enumerate(shares):
+            transport.run(index, share, case.sources_of(rank), case.new_destinations(rank))
         addresses.append([(staging.data_ptr(), staging.numel()) for staging in transport._staging.values()])
     transport.close()
     assert transport.staging_nbytes() == 0
@@ -188,7 +189,7 @@ def test_ranks_read_different_peers_at_a_time() -> None:
     for rank in range(4):
         with mock.patch.object(copies, "copy_each") as copy_each:
             transport = InProcessTransport(rank, case.sources)
-            transport.run(0, case.buckets[0].transfers, {}, case.new_destinations(rank))
+            transport.run(0, transport.prepare(case.buckets[0].transfers), {}, case.new_destinations(rank))
         for call in copy_each.call_args_list:
             read = [owners[view.untyped_storage().data_ptr()] for view in call.args[1]]
             assert read == sorted(read, key=lambda peer: (peer - rank) % 4)
