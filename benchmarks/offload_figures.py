@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from benchmarks.flat_models import RankJob
+from benchmarks.flat_models import FLAT, RankJob
 from benchmarks.targets import Target
 from benchmarks.timings import (
     Memory,
@@ -20,7 +20,7 @@ from benchmarks.timings import (
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import Action, Items, Kind, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.transports.copies import BatchedCopies, copy_straight
+from hybrid_engine.transports.pull import LocalTransport
 
 TRAINING_NBYTES = 18
 """Bytes of a parameter with bfloat16 and Adam on the device."""
@@ -132,11 +132,12 @@ def reshard_figures(target: Target, job: RankJob, repeat: int) -> Iterator[Timin
     nbytes = job.read_nbytes([job.rank])
 
     # built once, as in a switch
-    buckets = [(bucket.index, BatchedCopies(bucket.transfers)) for bucket in job.buckets]
+    transport = LocalTransport(job.rank)
+    shares = [transport.prepare(bucket.transfers) for bucket in job.buckets]
 
     def reshard() -> None:
-        for index, copies in buckets:
-            copy_straight("local", index, copies, lambda transfer: source, destinations)
+        for index, share in enumerate(shares):
+            transport.run(index, share, {FLAT: source}, destinations)
 
     reshard()
     raise_unless_written(destinations)

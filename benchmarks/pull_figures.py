@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,8 +30,8 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Bucket, Transfer
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.copies import BatchedCopies, copy_straight
-from hybrid_engine.transports.pull import SharedMemoryTransport
+from hybrid_engine.transports.copies import BatchedCopies
+from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 
 TIMEOUT = 120.0
 """Seconds that the two processes wait for each other."""
@@ -128,11 +128,12 @@ def _pull(
     if handle is None:
         raise TransportError("no elastic buffers on this device; the log says why")
     peer = open_peer(handle, target.elastic)
-    local = BatchedCopies(_read_from(rank, *job.buckets))  # the half that is already on this rank
-    copy_straight("local", 0, local, lambda _: source, destinations)
+    local = LocalTransport(rank)
+    # the half that is already on this rank
+    local.run(0, local.prepare(_read_from(rank, *job.buckets)), {FLAT: source}, destinations)
     transport = SharedMemoryTransport(rank, {BufferId(1 - rank, FLAT): handle})
     shares = [transport.prepare(_read_from(1 - rank, bucket)) for bucket in job.buckets]
-    copies = BatchedCopies(_read_from(1 - rank, *job.buckets))
+    copies = local.prepare(_read_from(1 - rank, *job.buckets))
     seconds: dict[str, list[float]] = {WITH_MAPPING: [], COPIES: []}
     for _ in range(task.repeat + 1):
         barrier.wait()
@@ -141,7 +142,7 @@ def _pull(
         )
         barrier.wait()
         with peer.mapped() as flat:
-            copy_all = partial(copy_straight, "pull", 0, copies, _always(flat), destinations)
+            copy_all = partial(local.run, 0, copies, {FLAT: flat}, destinations)
             seconds[COPIES].append(seconds_of(device, copy_all))
     raise_unless_written(destinations)
     nbytes = job.read_nbytes([1 - rank])
@@ -162,10 +163,6 @@ def _pull_by_bucket(
     for index, share in enumerate(shares):
         transport.run(index, share, {}, destinations)
     transport.trim()
-
-
-def _always(flat: torch.Tensor) -> Callable[[Transfer], torch.Tensor]:
-    return lambda _: flat
 
 
 def _read_from(src_rank: int, *buckets: Bucket) -> list[Transfer]:

@@ -34,13 +34,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_bat
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Group, RelayBuffers, Transport, TransportContext
-from hybrid_engine.transports.copies import (
-    BatchedCopies,
-    CopyError,
-    FlatBuffers,
-    copy_straight,
-    failure_at,
-)
+from hybrid_engine.transports.copies import BatchedCopies, FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import (
     ALIGNMENT,
@@ -66,28 +60,15 @@ _MAX_PEERS_PER_BATCH = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketMessages:
-    """Messages of this rank in a bucket, by ascending peer, derived from its `transfers`.
+    """Messages of this rank in a bucket, by ascending peer.
 
     `packing`, `unpacking`: into and out of messages.
     """
 
-    transfers: Sequence[Transfer]
     outgoing: Sequence[Message]
     incoming: Sequence[Message]
     packing: BatchedCopies
     unpacking: BatchedCopies
-
-    def planned(self, moved: Transfer) -> Transfer:
-        """Return the plan's transfer for `moved`, which starts or ends in a message instead."""
-        # A packed transfer has the plan's source, an unpacked one the plan's destination.
-        # A tensor may have several transfers to one rank: the end that
-        # did not move tells them apart.
-        return next(
-            transfer
-            for transfer in self.transfers
-            if (transfer.tensor, transfer.dst_rank) == (moved.tensor, moved.dst_rank)
-            and (transfer.src == moved.src or transfer.dst == moved.dst)
-        )
 
 
 Part = tuple[int, torch.Tensor]
@@ -169,9 +150,7 @@ class CollectiveTransport(Transport):
         outgoing, incoming = self._planner.messages(transfers)
         packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
         unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
-        return _BucketMessages(
-            transfers, outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked)
-        )
+        return _BucketMessages(outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked))
 
     @torch.no_grad()
     def start(
@@ -214,14 +193,11 @@ class CollectiveTransport(Transport):
             if self._deltas is not None:
                 self._apply(bucket, exchange, self._deltas)
             flats = _flats(exchange.incoming)
-            copy_straight(
-                self.name,
-                bucket,
-                share.unpacking,
+            targets = {**destination, **self._relays.tensors}
+            share.unpacking.run(
                 lambda transfer: flats[transfer.src.buffer],
-                {**destination, **self._relays.tensors},
-                "write",
-                share.planned,
+                lambda transfer: targets[transfer.dst.buffer.name],
+                self.where(bucket, "write"),
             )
 
     def abandon(self, bucket: int, share: _BucketMessages, reason: str) -> None:
@@ -378,20 +354,18 @@ class CollectiveTransport(Transport):
                 )
             return flat
 
+        where = self.where(bucket, "read")
         try:
-            share.packing.run(source_of, lambda transfer: flats[transfer.dst.buffer])
-        except CopyError as failed:
-            planned = share.planned(failed.transfer)
-            return outgoing, failure_at(self.name, bucket, "read", planned, failed.error)
-        if self._deltas is None:
-            return outgoing, None
-        try:
+            share.packing.run(source_of, lambda transfer: flats[transfer.dst.buffer], where)
+            if self._deltas is None:
+                return outgoing, None
             encode = self._deltas.encode
             return [encode(bucket, staged, self._costs) for staged in outgoing], None
+        except TransportError as failure:
+            return outgoing, failure
         except (RuntimeError, MemoryError) as error:
             # torch and numpy raise these when memory is short.
-            problem = f"{self.name} transport, bucket {bucket}, phase read: {error}"
-            return outgoing, TransportError(problem, code="read-failed")
+            return outgoing, TransportError(f"{where}: {error}", code="read-failed")
 
     def _peer_failure(
         self,
@@ -404,10 +378,7 @@ class CollectiveTransport(Transport):
         for staged, header in zip(incoming, headers, strict=True):
             fault = staged.fault(bucket, header)
             if fault:
-                return (
-                    f"{self.name} transport, bucket {bucket}, phase {phase}, "
-                    f"peer {staged.message.peer}: {fault}"
-                )
+                return f"{self.where(bucket, phase)}, peer {staged.message.peer}: {fault}"
         return ""
 
     # The exchange.
@@ -481,7 +452,7 @@ class CollectiveTransport(Transport):
             self._staging.clear()
             self._in_flight.clear()
         self._broken[group] = TransportError(
-            f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
+            f"{self.where(bucket, phase)}, peer {peer}: {cause} "
             f"({type(error).__name__}: {plain_text(error)}). See the peer's log; "
             "the process group cannot be used any more",
             code="exchange-failed",

@@ -76,6 +76,10 @@ class Transport:
         self.rank = rank
         self._costs = Costs()
 
+    def where(self, bucket: int, phase: str) -> str:
+        """Return the beginning of an error's text."""
+        return f"{self.name} transport, bucket {bucket}, phase {phase}"
+
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
         """Return why the transport cannot carry a transfer; "" if it can, as by default.

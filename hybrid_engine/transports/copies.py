@@ -10,6 +10,7 @@ memory may return at another address.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
@@ -28,15 +29,6 @@ FlatOf = Callable[[Transfer], torch.Tensor]
 """Returns the flat buffer that a transfer reads or writes."""
 
 
-class CopyError(Exception):
-    """A copy failed: `transfer`, for the reason `error`."""
-
-    def __init__(self, transfer: Transfer, error: Exception) -> None:
-        super().__init__(str(error))
-        self.transfer = transfer
-        self.error = error
-
-
 class BatchedCopies:
     """Copies of a fixed set of transfers, which are run again and again.
 
@@ -47,26 +39,24 @@ class BatchedCopies:
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self.transfers = tuple(transfers)
-        self.by_source: dict[BufferId, list[Transfer]] = {}
+        self.by_source: defaultdict[BufferId, list[Transfer]] = defaultdict(list)
+        self._by_destination: defaultdict[BufferId, list[Transfer]] = defaultdict(list)
         for transfer in self.transfers:
-            self.by_source.setdefault(transfer.src.buffer, []).append(transfer)
-        # First transfer of each buffer: later entries replace earlier ones.
-        self._sources = {buffer: group[0] for buffer, group in self.by_source.items()}
-        self._destinations = {
-            transfer.dst.buffer: transfer for transfer in reversed(self.transfers)
-        }
+            self.by_source[transfer.src.buffer].append(transfer)
+            self._by_destination[transfer.dst.buffer].append(transfer)
         self._origins: object = None
         self._runs: list[Transfer] = []
         self._tiled: TiledCopies | None = None
 
     @torch.no_grad()
-    def run(self, source_of: FlatOf, destination_of: FlatOf) -> None:
+    def run(self, source_of: FlatOf, destination_of: FlatOf, where: str) -> None:
         """Copy everything, casting to the destination's dtype; on CUDA the copies are queued.
 
-        Each function is called for one transfer of each buffer. Raises CopyError.
+        Each function is called for one transfer of each buffer. Raises TransportError, which names
+        the failed transfer and `where` (`Transport.where`).
         """
-        sources = _flats(self._sources, source_of)
-        destinations = _flats(self._destinations, destination_of)
+        sources = _flats(self.by_source, source_of, where)
+        destinations = _flats(self._by_destination, destination_of, where)
         origins = (origins_of(sources), origins_of(destinations))
         try:
             # Runs and tiles depend only on the transfers and these origins, not on addresses.
@@ -84,18 +74,18 @@ class BatchedCopies:
                 try:
                     _copy([transfer], sources, destinations)
                 except Exception as single_error:
-                    raise CopyError(transfer, single_error) from single_error
+                    raise failure_at(where, transfer, single_error) from single_error
             # Alone each of them succeeds, so no transfer is at fault: the first stands for all.
-            raise CopyError(self.transfers[0], error) from error
+            raise failure_at(where, self.transfers[0], error) from error
 
 
-def _flats(first: dict[BufferId, Transfer], flat_of: FlatOf) -> Flats:
+def _flats(by_buffer: Mapping[BufferId, list[Transfer]], flat_of: FlatOf, where: str) -> Flats:
     flats = {}
-    for buffer, transfer in first.items():
+    for buffer, (transfer, *_) in by_buffer.items():
         try:
             flats[buffer] = flat_of(transfer)
         except Exception as error:
-            raise CopyError(transfer, error) from error
+            raise failure_at(where, transfer, error) from error
     return flats
 
 
@@ -106,36 +96,8 @@ def _copy(runs: Iterable[Transfer], sources: Flats, destinations: Flats) -> None
         copy_each(*(list(chain.from_iterable(side)) for side in zip(*views, strict=True)))
 
 
-def copy_straight(
-    label: str,
-    bucket: int,
-    copies: BatchedCopies,
-    source_of: FlatOf,
-    destination: FlatBuffers,
-    phase: str = "transfer",
-    planned: Callable[[Transfer], Transfer] = lambda transfer: transfer,
-) -> None:
-    """Copy every transfer of `copies` from its flat source into its place in `destination`.
-
-    Casts to the destination's dtype. On CUDA the copies are queued on the current stream. Raises
-    TransportError that names the failed transfer, as `planned`.
-    """
-    try:
-        copies.run(source_of, lambda transfer: destination[transfer.dst.buffer.name])
-    except CopyError as failed:
-        transfer = planned(failed.transfer)
-        raise failure_at(label, bucket, phase, transfer, failed.error) from failed.error
-
-
-def failure_at(
-    label: str,
-    bucket: int,
-    phase: str,
-    transfer: Transfer,
-    error: BaseException,
-    peer: int | None = None,
-) -> TransportError:
-    """Return the TransportError for an error at a transfer; `peer` is the rank that caused it."""
+def failure_at(where: str, transfer: Transfer, error: Exception) -> TransportError:
+    """Return the TransportError for an error at a transfer."""
     if isinstance(error, KeyError):
         missing = error.args[0]
         problem = f"there is no buffer {getattr(missing, 'name', missing)!r}"
@@ -143,10 +105,9 @@ def failure_at(
         problem = str(error)
     else:
         problem = f"{type(error).__name__}: {error}"
-    of_peer = "" if peer is None else f", peer {peer}"
     return TransportError(
-        f"{label} transport, bucket {bucket}, phase {phase}{of_peer}, "
-        f"tensor {transfer.tensor}, rank {transfer.src_rank} {transfer.src.buffer.name!r} -> "
+        f"{where}, tensor {transfer.tensor}, "
+        f"rank {transfer.src_rank} {transfer.src.buffer.name!r} -> "
         f"rank {transfer.dst_rank} {transfer.dst.buffer.name!r}: {problem}",
         code="copy-failed",
     )

@@ -26,13 +26,7 @@ from hybrid_engine.planning.plan import Costs, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Transport, TransportContext
-from hybrid_engine.transports.copies import (
-    BatchedCopies,
-    FlatBuffers,
-    FlatOf,
-    copy_straight,
-    failure_at,
-)
+from hybrid_engine.transports.copies import BatchedCopies, FlatBuffers, FlatOf, failure_at
 
 
 class PullTransport(Transport):
@@ -59,7 +53,11 @@ class PullTransport(Transport):
             with timed_span(self._costs.seconds, "read"):
                 source_of = self._open_sources(bucket, copies, source, readings)
             with timed_span(self._costs.seconds, "transfer"):
-                copy_straight(self.name, bucket, copies, source_of, destination)
+                copies.run(
+                    source_of,
+                    lambda transfer: destination[transfer.dst.buffer.name],
+                    self.where(bucket, "transfer"),
+                )
 
     def _open_sources(
         self, bucket: int, copies: BatchedCopies, source: FlatBuffers, readings: ExitStack
@@ -138,9 +136,8 @@ class SharedMemoryTransport(PullTransport):
             try:
                 flats[buffer_id] = self._open(buffer_id, copies, readings)
             except (OSError, TransportError) as error:
-                raise failure_at(
-                    self.name, bucket, "read", pulls[0], error, pulls[0].src_rank
-                ) from error
+                where = f"{self.where(bucket, 'read')}, peer {buffer_id.rank}"
+                raise failure_at(where, pulls[0], error) from error
         return lambda transfer: flats[transfer.src.buffer]
 
     def _open(

@@ -10,13 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports.context import RelayBuffers, Transport
-from hybrid_engine.transports.copies import BatchedCopies, CopyError
+from hybrid_engine.transports.copies import BatchedCopies
+from hybrid_engine.transports.pull import LocalTransport
 from hybrid_engine.transports.router import TransportSet
-from tests.hybrid_engine.transports.cases import Shape, build_case, differing
+from tests.harness.errors import refused
+from tests.hybrid_engine.transports.cases import WHERE, Shape, build_case, differing
 from tests.software_gpu.device import Reports, counted
 
 EXPERTS, ROWS, COLUMNS, SHARDS = 12, 32, 64, 4
@@ -39,7 +42,7 @@ def experts_backwards(shard: int, columns: int = COLUMNS // SHARDS) -> Iterator[
 def copied(copies: BatchedCopies, source: torch.Tensor, served: torch.dtype, start: int = 0) -> torch.Tensor:
     """Run copies on the source's device, into memory that begins `start` elements after a multiple of 16 bytes."""
     flat = torch.zeros(EXPERTS * SIZE + start, dtype=served, device=source.device)[start:]
-    copies.run(lambda _: source, lambda _: flat)
+    copies.run(lambda _: source, lambda _: flat, WHERE)
     return flat.cpu().view(torch.uint8)
 
 
@@ -78,15 +81,18 @@ CASTS = ("uint8", "float32", "bfloat16", "float16", "int64")
 def test_any_boxes_are_copied_as_on_a_cpu(seed: int, dtypes: tuple[str, ...], num: int, step: int) -> None:
     """Elements become runs of `step`: some boxes permit 16 bytes at a time, and others do not."""
     case = build_case(seed, 1, Shape(num, 1, DTYPES, dtypes, max_length=6))
-    copies = BatchedCopies(
-        replace(moved, lengths=(*moved.lengths, step), src=grown(moved.src, step), dst=grown(moved.dst, step))
-        for moved in case.buckets[0].transfers
+    transport = LocalTransport(0)
+    copies = transport.prepare(
+        [
+            replace(moved, lengths=(*moved.lengths, step), src=grown(moved.src, step), dst=grown(moved.dst, step))
+            for moved in case.buckets[0].transfers
+        ]
     )
 
     def copied_on(device: str) -> TensorDict:
-        sources = {buffer: flat.repeat_interleave(step).to(device) for buffer, flat in case.sources.items()}
+        sources = {name: flat.repeat_interleave(step).to(device) for name, flat in case.sources_of(0).items()}
         targets = {name: flat.repeat(step).to(device) for name, flat in case.new_destinations(0).items()}
-        copies.run(lambda moved: sources[moved.src.buffer], lambda moved: targets[moved.dst.buffer.name])
+        transport.run(0, copies, sources, targets)
         return {name: flat.cpu() for name, flat in targets.items()}
 
     with counted() as calls:
@@ -101,7 +107,7 @@ def test_the_table_of_addresses_is_made_again_only_for_other_memory() -> None:
     tables = set()
     for flat, num_uploads in [(source, 2), (source, 0), (other := source.neg(), 1), (other, 0)]:
         with counted() as calls:
-            copies.run(lambda _, flat=flat: flat, lambda _: served)
+            copies.run(lambda _, flat=flat: flat, lambda _: served, WHERE)
         assert (calls["cuMemcpyAsync"], calls["kernel"], calls["cuStreamSynchronize"]) == (num_uploads, 1, 0)
         assert torch.equal(served[:16], flat[-SIZE:][:16])
         tables.add(*map(id, copies._tiled.tiles.values()))
@@ -110,9 +116,8 @@ def test_the_table_of_addresses_is_made_again_only_for_other_memory() -> None:
 
 def test_a_transfer_beyond_the_memory_is_named_before_anything_is_copied() -> None:
     source = torch.ones(EXPERTS * SIZE // 2, device="cuda")
-    with pytest.raises(CopyError, match="out of bounds") as failed, counted() as calls:
+    with refused(TransportError, "copy-failed", WHERE, "expert 0", "out of bounds"), counted() as calls:
         copied(BatchedCopies(experts_backwards(0)), source, torch.float32)
-    assert failed.value.transfer.tensor == "expert 0"
     assert calls["copy_tiles"] == 0
 
 
@@ -120,12 +125,12 @@ def test_a_transfer_beyond_the_memory_is_named_before_anything_is_copied() -> No
 def test_the_checker_sees_what_the_kernel_reads_and_writes(side: int, reports: Reports) -> None:
     copies = BatchedCopies(experts_backwards(0))
     flats = torch.zeros(2, EXPERTS * SIZE, device="cuda")
-    copies.run(lambda _: flats[0], lambda _: flats[1])
+    copies.run(lambda _: flats[0], lambda _: flats[1], WHERE)
     torch.cuda.synchronize()
     reports.require_none()
     with torch.cuda.stream(torch.cuda.Stream()):
         flats[side].zero_()  # Nothing waits for it.
-    copies.run(lambda _: flats[0], lambda _: flats[1])
+    copies.run(lambda _: flats[0], lambda _: flats[1], WHERE)
     text = reports.new()
     assert "RACE" in text
     assert "copy_tiles" in text

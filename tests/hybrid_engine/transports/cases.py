@@ -20,6 +20,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 SENTINEL_BYTE = 0xA5  # fills destinations, so that a stray write shows
+WHERE = "local transport, bucket 0, phase transfer"  # of an error
 
 
 @dataclass(frozen=True)

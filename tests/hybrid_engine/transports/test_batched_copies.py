@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from hybrid_engine import transports
+from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Place
-from hybrid_engine.transports.copies import BatchedCopies, CopyError
+from hybrid_engine.transports.copies import BatchedCopies
+from tests.harness.errors import refused
+from tests.hybrid_engine.transports.cases import WHERE
 
 EXPERTS = 8
 ROWS = 4
@@ -68,7 +71,7 @@ def test_a_bucket_is_copied_in_one_call(make, num_views: int) -> None:
         expected.as_strided(copied.lengths, copied.dst.strides, copied.dst.offset).copy_(box)
     destination = torch.zeros(100 * SIZE)
     with mock.patch.object(transports.copies, "copy_each", wraps=transports.copies.copy_each) as copy_each:
-        BatchedCopies(reversed(transfers)).run(lambda _: source, lambda _: destination)
+        BatchedCopies(reversed(transfers)).run(lambda _: source, lambda _: destination, WHERE)
     assert torch.equal(destination, expected)
     assert [len(call.args[0]) for call in copy_each.call_args_list] == [num_views]
 
@@ -80,13 +83,15 @@ def test_buffers_of_one_storage_are_one_view(monkeypatch: pytest.MonkeyPatch) ->
     copies = BatchedCopies(transfer(0, number * SIZE, source=name) for number, name in enumerate(parts))
     counts: list[int] = []
     monkeypatch.setattr(transports.copies, "copy_each", lambda into, _: counts.append(len(into)))
-    copies.run(lambda copied: parts[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
-    scattered = {name: part.clone() for name, part in parts.items()}
-    copies.run(lambda copied: scattered[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
+
+    def run_from(sources: dict[str, torch.Tensor]) -> None:
+        copies.run(lambda copied: sources[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE), WHERE)
+
+    run_from(parts)
+    run_from({name: part.clone() for name, part in parts.items()})
     assert counts == [1, EXPERTS]  # runs found for the first memory do not hold for the second
     runs = copies._runs
-    again = {name: part.clone() for name, part in parts.items()}
-    copies.run(lambda copied: again[copied.src.buffer.name], lambda _: torch.zeros(100 * SIZE))
+    run_from({name: part.clone() for name, part in parts.items()})
     assert copies._runs is runs  # the layout is unchanged, so the runs are reused
 
 
@@ -104,7 +109,7 @@ def test_no_memory_is_kept() -> None:
         tensor_over(memory.pages.data_ptr(), 400 * SIZE, torch.device("cpu"), memory).view(torch.float32)
         for memory in memories
     ]
-    copies.run(lambda _: flats[0], lambda _: flats[1])
+    copies.run(lambda _: flats[0], lambda _: flats[1], WHERE)
     alive = [weakref.ref(memory) for memory in memories]
     memories.clear()
     assert all(ref() is not None for ref in alive)
@@ -114,6 +119,7 @@ def test_no_memory_is_kept() -> None:
 
 def test_a_failed_transfer_is_named() -> None:
     outside = transfer(1000 * SIZE, EXPERTS * SIZE, name="outside")
-    with pytest.raises(CopyError, match="out of bounds") as failed:
-        BatchedCopies([*backwards(), outside]).run(lambda _: torch.ones(100 * SIZE), lambda _: torch.ones(100 * SIZE))
-    assert failed.value.transfer is outside
+    flats = torch.ones(2, 100 * SIZE)
+    place = "tensor outside, rank 0 'source' -> rank 0 'to': "
+    with refused(TransportError, "copy-failed", WHERE, place, "out of bounds"):
+        BatchedCopies([*backwards(), outside]).run(lambda _: flats[0], lambda _: flats[1], WHERE)
