@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NoReturn, Self
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
-from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.planning.plan import Costs, Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
@@ -39,11 +38,11 @@ from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import (
     ALIGNMENT,
     HEADER_NBYTES,
-    Header,
     Message,
     MessagePlanner,
     StagedMessage,
     read_headers,
+    stage,
     write_headers,
 )
 
@@ -71,20 +70,10 @@ class _BucketMessages:
     unpacking: BatchedCopies
 
 
-Part = tuple[int, torch.Tensor]
-"""A peer, and the bytes that are sent to it or received from it."""
+Posted = Sequence[tuple[dist.Work, object]]
+"""Posted operations, with the peer of each, or the peers.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Posted:
-    """Posted operations; `works[i]` exchanges messages with `peers[i]`.
-
-    Each work is waited for once: a second wait would wait for the next message with gloo.
-    """
-
-    group: Group
-    works: Sequence[dist.Work]
-    peers: Sequence[object]
+Each work is waited for once: a second wait would wait for the next message with gloo."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +83,11 @@ class InFlight:
     Attributes:
         incoming: messages with the memory that receives them.
         failure: reason why the outgoing messages are void.
-        headers: headers of the incoming messages, once they have arrived.
     """
 
     incoming: Sequence[StagedMessage]
     posted: Posted
     failure: TransportError | None
-    headers: Sequence[Header] = ()
 
 
 class CollectiveTransport(Transport):
@@ -148,8 +135,8 @@ class CollectiveTransport(Transport):
     def prepare(self, transfers: Sequence[Transfer]) -> _BucketMessages:
         """Return the messages of these transfers; see `context.Transport`."""
         outgoing, incoming = self._planner.messages(transfers)
-        packed = [transfer for message in outgoing for transfer in message.pack_transfers()]
-        unpacked = [transfer for message in incoming for transfer in message.unpack_transfers()]
+        packed = [transfer for message in outgoing for transfer in message.transfers]
+        unpacked = [transfer for message in incoming for transfer in message.transfers]
         return _BucketMessages(outgoing, incoming, BatchedCopies(packed), BatchedCopies(unpacked))
 
     @torch.no_grad()
@@ -164,8 +151,20 @@ class CollectiveTransport(Transport):
 
         Raises TransportError when the group is unusable or memory is short; `run` raises others.
         """
-        if bucket not in self._in_flight:
-            self._in_flight[bucket] = self._launch(bucket, share, source, reason)
+        if bucket in self._in_flight:
+            return
+        self._raise_if_broken(bucket, self._group)
+        # Messages of the previous bucket may still be in flight, in the other slot.
+        slot = bucket % NUM_SLOTS
+        with timed_span(self._costs.seconds, "read"):
+            sent = self._stage(f"send {slot}", share.outgoing)
+            received = self._stage(f"receive {slot}", share.incoming)
+            failure = None
+            if source is not None:
+                sent, failure = self._pack(bucket, share, sent, source)
+            write_headers(sent, bucket, reason if failure is None else str(failure))
+        posted = self._post(bucket, "transfer", self._group, received, sent)
+        self._in_flight[bucket] = InFlight(received, posted, failure)
 
     @torch.no_grad()
     def run(
@@ -184,15 +183,14 @@ class CollectiveTransport(Transport):
         # Raised only now, after the messages with the reason were sent.
         if exchange.failure is not None:
             raise exchange.failure
+        received = read_headers(exchange.incoming, bucket)
         with timed_span(self._costs.seconds, "write"):
-            peer_failure = self._peer_failure(
-                bucket, "transfer", exchange.incoming, exchange.headers
-            )
+            peer_failure = self._peer_failure(bucket, "transfer", received)
             if peer_failure:
                 raise PeerTransportError(peer_failure, code="peer-failed")
             if self._deltas is not None:
-                self._apply(bucket, exchange, self._deltas)
-            flats = _flats(exchange.incoming)
+                self._apply(bucket, received, self._deltas)
+            flats = _flats(received)
             targets = {**destination, **self._relays.tensors}
             share.unpacking.run(
                 lambda transfer: flats[transfer.src.buffer],
@@ -221,24 +219,18 @@ class CollectiveTransport(Transport):
         Raises TransportError as `run` does.
         """
         self._raise_if_broken(bucket, self._notify_group)
-        # Not in staging memory, which belongs to the buckets in flight.
         outgoing = self._allocate_headers(receivers)
         incoming = self._allocate_headers(senders)
-        write_headers(outgoing, [staged.header_bytes(bucket, reason) for staged in outgoing])
-        posted = self._post(
-            bucket, phase, _parts_of(incoming), _parts_of(outgoing), self._notify_group
-        )
-        self._wait(bucket, phase, posted, time.monotonic() + self._timeout)
-        return self._peer_failure(bucket, phase, incoming, read_headers(incoming))
+        write_headers(outgoing, bucket, reason)
+        posted = self._post(bucket, phase, self._notify_group, incoming, outgoing)
+        self._wait(bucket, phase, self._notify_group, posted)
+        return self._peer_failure(bucket, phase, read_headers(incoming, bucket))
 
     def _allocate_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
-        return [
-            StagedMessage(
-                Message(peer),
-                torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=self._notify_device),
-            )
-            for peer in sorted(peers)
-        ]
+        # Not in staging memory, which belongs to the buckets in flight.
+        messages = [Message(peer) for peer in sorted(peers)]
+        nbytes = len(messages) * HEADER_NBYTES
+        return stage(messages, torch.empty(nbytes, dtype=torch.uint8, device=self._notify_device))
 
     def trim(self) -> Costs:
         """Free the staging memory, which the next bucket allocates again; see the base class."""
@@ -264,74 +256,32 @@ class CollectiveTransport(Transport):
 
     # Staging, packing, unpacking.
 
-    def _launch(
-        self,
-        bucket: int,
-        share: _BucketMessages,
-        source: FlatBuffers | None,
-        reason: str,
-    ) -> InFlight:
-        """Pack and post the messages of a bucket; without a source they are void for `reason`."""
-        self._raise_if_broken(bucket, self._group)
-        # Messages of the previous bucket may still be in flight, in the other slot.
-        slot = bucket % NUM_SLOTS
-        with timed_span(self._costs.seconds, "read"):
-            sent = self._stage(f"send {slot}", share.outgoing)
-            received = self._stage(f"receive {slot}", share.incoming)
-            failure = None
-            if source is not None:
-                sent, failure = self._pack(bucket, share, sent, source)
-            reason = reason if failure is None else str(failure)
-            write_headers(sent, [staged.header_bytes(bucket, reason) for staged in sent])
-        posted = self._post(bucket, "transfer", _parts_of(received), _parts_of(sent), self._group)
-        return InFlight(received, posted, failure)
-
     def _stage(self, side: str, messages: Sequence[Message]) -> list[StagedMessage]:
-        """Return messages with staging memory."""
-        memory = self._take_staging(side, [message.nbytes for message in messages])
-        if self._deltas is not None:
-            for part in memory:
-                # Deltas compare the padding, too.
-                # Pieces end up to 63 bytes before the message does.
-                part[-ALIGNMENT:].zero_()
-        return list(map(StagedMessage, messages, memory))
-
-    def _apply(self, bucket: int, exchange: InFlight, deltas: Deltas) -> None:
-        """Turn received deltas into messages, and subtract the bytes that they saved."""
-        for staged, header in zip(exchange.incoming, exchange.headers, strict=True):
-            deltas.decode(bucket, staged, header)
-            if header.sent_nbytes < staged.contents.numel():
-                # The plan counts all bytes of the message, and all cross one link.
-                # Counted from the pieces, as the plan does: header and padding
-                # are in neither number.
-                pieces = staged.message.pieces
-                saved = sum(piece.nbytes for piece in pieces) - header.sent_nbytes
-                self._costs.nbytes_by_peer[self.name][staged.message.peer] -= saved
-                self._costs.nbytes_by_link[pieces[0].transfer.link] -= saved
-
-    def _take_staging(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return byte tensors of these sizes, cut from the staging memory of `side`."""
-        starts = []
-        end = 0
-        for nbytes in sizes:
-            starts.append(end)
-            end = round_up(end + nbytes, ALIGNMENT)
-        staging = self._staging.get(side)
-        if staging is None or staging.numel() < end:
+        """Return messages in the staging memory of `side`."""
+        nbytes = sum(message.nbytes for message in messages)
+        if side not in self._staging or self._staging[side].numel() < nbytes:
             # Free the old memory before the new one is allocated.
-            staging = None
             self._staging.pop(side, None)
             try:
-                staging = torch.empty(end, dtype=torch.uint8, device=self._device)
+                self._staging[side] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             except RuntimeError as error:
                 raise TransportError(
-                    f"no memory for {end} bytes of {side} staging; make buckets smaller",
+                    f"no memory for {nbytes} bytes of {side} staging; make buckets smaller",
                     code="no-staging-memory",
                 ) from error
-            self._staging[side] = staging
-        return [
-            staging[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)
-        ]
+        return stage(messages, self._staging[side][:nbytes])
+
+    def _apply(self, bucket: int, received: Iterable[StagedMessage], deltas: Deltas) -> None:
+        """Turn received deltas into messages, and subtract the bytes that they saved."""
+        for staged in received:
+            deltas.decode(bucket, staged)
+            if staged.sent_nbytes < staged.contents.numel():
+                # The plan counts all bytes of the transfers, without header and padding, and all
+                # cross one link.
+                transfers = staged.message.transfers
+                saved = sum(transfer.nbytes for transfer in transfers) - staged.sent_nbytes
+                self._costs.nbytes_by_peer[self.name][staged.message.peer] -= saved
+                self._costs.nbytes_by_link[transfers[0].link] -= saved
 
     def _pack(
         self,
@@ -341,6 +291,10 @@ class CollectiveTransport(Transport):
         source: FlatBuffers,
     ) -> tuple[list[StagedMessage], TransportError | None]:
         """Fill the messages; return what to send, and the first failure."""
+        if self._deltas is not None:
+            for staged in outgoing:
+                # Deltas compare the padding, too: pieces end up to 63 bytes before the message.
+                staged.memory[-ALIGNMENT:].zero_()
         flats = _flats(outgoing)
 
         def source_of(transfer: Transfer) -> torch.Tensor:
@@ -367,18 +321,11 @@ class CollectiveTransport(Transport):
             # torch and numpy raise these when memory is short.
             return outgoing, TransportError(f"{where}: {error}", code="read-failed")
 
-    def _peer_failure(
-        self,
-        bucket: int,
-        phase: str,
-        incoming: Sequence[StagedMessage],
-        headers: Sequence[Header],
-    ) -> str:
+    def _peer_failure(self, bucket: int, phase: str, received: Iterable[StagedMessage]) -> str:
         """Return the fault of the first message that has one, with its peer; "" if none has."""
-        for staged, header in zip(incoming, headers, strict=True):
-            fault = staged.fault(bucket, header)
-            if fault:
-                return f"{self.where(bucket, phase)}, peer {staged.message.peer}: {fault}"
+        for staged in received:
+            if staged.fault:
+                return f"{self.where(bucket, phase)}, peer {staged.message.peer}: {staged.fault}"
         return ""
 
     # The exchange.
@@ -390,26 +337,23 @@ class CollectiveTransport(Transport):
         source: FlatBuffers | None,
         reason: str = "",
     ) -> InFlight:
-        """Exchange the messages of a bucket, posting them unless `start` did."""
-        exchange = self._in_flight.pop(bucket, None)
-        if exchange is None:
-            exchange = self._launch(bucket, share, source, reason)
-        # From here on: a message that was started with the bucket before has the full time left.
-        deadline = time.monotonic() + self._timeout
-        self._wait(bucket, "transfer", exchange.posted, deadline)
-        return replace(exchange, headers=read_headers(exchange.incoming))
+        """Exchange the messages of a bucket."""
+        self.start(bucket, share, source, reason)
+        exchange = self._in_flight.pop(bucket)
+        self._wait(bucket, "transfer", self._group, exchange.posted)
+        return exchange
 
     def _post(
         self,
         bucket: int,
         phase: str,
-        received: Iterable[Part],
-        sent: Iterable[Part],
         group: Group,
+        received: Iterable[StagedMessage],
+        sent: Iterable[StagedMessage],
     ) -> Posted:
-        """Post the receives and then the sends of all parts."""
-        operations = [(False, peer, memory) for peer, memory in received]
-        operations += [(True, peer, memory) for peer, memory in sent]
+        """Post the receives and then the sends of all messages."""
+        operations = [(False, staged.message.peer, staged.sent) for staged in received]
+        operations += [(True, staged.message.peer, staged.sent) for staged in sent]
         peers: list[Any] = [peer for _, peer, _ in operations]
         all_peers = sorted(set(peers))
         try:
@@ -419,17 +363,19 @@ class CollectiveTransport(Transport):
         if self._is_nccl(group):
             # It returns one work for each batch.
             peers = [all_peers] * len(works)
-        return Posted(group, works, peers)
+        return list(zip(works, peers, strict=True))
 
-    def _wait(self, bucket: int, phase: str, posted: Posted, deadline: float) -> None:
+    def _wait(self, bucket: int, phase: str, group: Group, posted: Posted) -> None:
+        # From here on: a message that was started with the bucket before has the full time left.
+        deadline = time.monotonic() + self._timeout
         with timed_span(self._costs.seconds, "transfer"):
-            for work, peer in zip(posted.works, posted.peers, strict=True):
+            for work, peer in posted:
                 try:
-                    _finish(work, deadline, of_nccl=self._is_nccl(posted.group))
+                    _finish(work, deadline, of_nccl=self._is_nccl(group))
                 except Exception as error:
                     # With gloo a timeout and a lost connection raise the same type of error.
                     timed_out = time.monotonic() > deadline - _WAIT_TOLERANCE
-                    self._break(bucket, phase, posted.group, peer, error, timed_out=timed_out)
+                    self._break(bucket, phase, group, peer, error, timed_out=timed_out)
 
     def _break(
         self,
@@ -472,11 +418,12 @@ class CollectiveTransport(Transport):
 
 
 def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
-    return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
-
-
-def _parts_of(messages: Iterable[StagedMessage]) -> list[Part]:
-    return [(staged.message.peer, staged.memory) for staged in messages]
+    """Return the flat buffers of packed transfers: each message in every dtype."""
+    return {
+        buffer: staged.memory.view(dtype)
+        for staged in messages
+        for buffer, dtype in staged.message.dtypes.items()
+    }
 
 
 def _begin(

@@ -26,7 +26,7 @@ import torch
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Costs
 from hybrid_engine.ranks.digests import box_digest
-from hybrid_engine.transports.messages import HEADER_NBYTES, Header, StagedMessage
+from hybrid_engine.transports.messages import StagedMessage
 
 BLOCK = 256
 """Words of a block; a place in it fits a byte."""
@@ -140,21 +140,20 @@ class Deltas:
             return staged
         costs.counts["messages_delta"] += 1
         contents[: len(body)] = torch.from_numpy(body)
-        memory = staged.memory[: HEADER_NBYTES + len(body)]
-        return replace(staged, memory=memory, digest=box_digest(copy))
+        return replace(staged, sent_nbytes=len(body), digest=box_digest(copy))
 
-    def decode(self, bucket: int, staged: StagedMessage, header: Header) -> None:
+    def decode(self, bucket: int, staged: StagedMessage) -> None:
         """Replace a received delta by the contents of the message.
 
         Raises TransportError if the copy of the last contents differs from the sender's.
         """
         contents = staged.contents
         copy = self._copy(bucket, staged.message.peer, contents, is_sent=False)
-        if header.sent_nbytes == contents.numel():
+        if staged.sent_nbytes == contents.numel():
             copy.copy_(contents)
             return
-        apply(contents[: header.sent_nbytes].numpy(), copy.numpy())
-        if box_digest(copy) != header.digest:
+        apply(contents[: staged.sent_nbytes].numpy(), copy.numpy())
+        if box_digest(copy) != staged.digest:
             raise TransportError(
                 f"bucket {bucket}, peer {staged.message.peer}: after applying the delta, the copy "
                 "of the last message differs from the message that was packed. The next switch "

@@ -11,8 +11,8 @@ shorter than the contents.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,21 +23,12 @@ from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
-# The fields of `Header`. The failure follows, padded with zeros.
+# Number of the bucket, bytes of the message, bytes that follow the header, digest of the contents.
+# The failure follows, padded with zeros.
 # 4 * 8 = 32 bytes, which leaves 480 for the failure.
 _HEADER = struct.Struct("<qqqq")
 ALIGNMENT = 64
 """Alignment of messages in memory, in bytes, and unit of their size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a transfer in bytes [start, start + nbytes) of a message, row-major."""
-
-    transfer: Transfer
-    dtype: torch.dtype
-    start: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,53 +37,15 @@ class Message:
 
     Attributes:
         peer: the other rank.
-        pieces: in the bucket's order.
+        transfers: copies into the message, or out of it if it is received, in the bucket's order.
+        dtypes: dtype of each flat buffer as which `transfers` see the message.
         nbytes: bytes of header, pieces and padding; a multiple of `ALIGNMENT`.
     """
 
     peer: int
-    pieces: tuple[Piece, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    dtypes: Mapping[BufferId, torch.dtype] = field(default_factory=dict)
     nbytes: int = HEADER_NBYTES
-
-    def flat_in(self, dtype: torch.dtype) -> BufferId:
-        """Return the id of the message as a flat buffer of this dtype."""
-        return BufferId(self.peer, f"message in {dtype}")
-
-    def pack_transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers with the message as their destination."""
-        for piece in self.pieces:
-            yield replace(piece.transfer, dst=self._place_of(piece))
-
-    def unpack_transfers(self) -> Iterator[Transfer]:
-        """Yield the transfers with the message as their source."""
-        for piece in self.pieces:
-            yield replace(piece.transfer, src=self._place_of(piece))
-
-    def _place_of(self, piece: Piece) -> Place:
-        # Counted from the header, as `flats` views the whole message: 512 bytes
-        # are whole elements of any dtype.
-        offset = piece.start // piece.dtype.itemsize
-        strides = contiguous_strides(piece.transfer.lengths)
-        return Place(self.flat_in(piece.dtype), offset, strides)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Header of a message.
-
-    Attributes:
-        bucket: number of the bucket.
-        nbytes: bytes of the message.
-        sent_nbytes: bytes that follow the header; fewer than those of the contents are a delta.
-        digest: digest of the contents, if a delta is sent.
-        failure: reason why the contents are void; "": they are valid.
-    """
-
-    bucket: int
-    nbytes: int
-    sent_nbytes: int
-    digest: int
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,13 +54,17 @@ class StagedMessage:
 
     Attributes:
         message: the message.
-        memory: its bytes, uint8 [message.nbytes], or its header and a delta.
+        memory: its bytes, uint8 [message.nbytes].
+        sent_nbytes: bytes that follow the header; fewer than those of the contents are a delta.
         digest: digest of the contents, if a delta is sent.
+        fault: why a received message is void or not the expected one; "": it is valid.
     """
 
     message: Message
     memory: torch.Tensor
+    sent_nbytes: int
     digest: int = 0
+    fault: str = ""
 
     @property
     def header(self) -> torch.Tensor:
@@ -118,52 +75,62 @@ class StagedMessage:
         """Bytes after the header."""
         return self.memory[HEADER_NBYTES:]
 
-    def flats(self) -> dict[BufferId, torch.Tensor]:
-        """Return the flat buffers of packed transfers: the message in every dtype."""
-        dtypes = dict.fromkeys(piece.dtype for piece in self.message.pieces)
-        return {self.message.flat_in(dtype): self.memory.view(dtype) for dtype in dtypes}
-
-    def header_bytes(self, bucket: int, failure: str) -> bytes:
-        """Return the header for `write_headers`; a failure that does not fit is cut."""
-        fixed = _HEADER.pack(bucket, self.message.nbytes, self.contents.numel(), self.digest)
-        # The cut may split a character; `read_headers` replaces it.
-        return (fixed + failure.encode())[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
-
-    def fault(self, bucket: int, header: Header) -> str:
-        """Return the fault of a message received for `bucket`; "" if it is expected and valid."""
-        if header.failure:
-            return f"the peer failed: {header.failure}"
-        expected_nbytes = self.message.nbytes
-        if header.bucket != bucket or header.nbytes != expected_nbytes:
-            return (
-                f"the peer sent {header.nbytes} bytes of bucket {header.bucket}, "
-                f"expected {expected_nbytes} of bucket {bucket}: "
-                "the ranks' plans differ; compare their fingerprints"
-            )
-        return ""
+    @property
+    def sent(self) -> torch.Tensor:
+        """Bytes that are exchanged."""
+        return self.memory[: HEADER_NBYTES + self.sent_nbytes]
 
 
-def write_headers(messages: Sequence[StagedMessage], headers: Iterable[bytes]) -> None:
-    """Write headers (`header_bytes`), to a GPU in one copy, for which the host does not wait."""
+def stage(messages: Sequence[Message], memory: torch.Tensor) -> list[StagedMessage]:
+    """Lay out messages in memory, which has as many bytes as they."""
+    parts = memory.split([message.nbytes for message in messages])
+    return [
+        StagedMessage(message, part, message.nbytes - HEADER_NBYTES)
+        for message, part in zip(messages, parts, strict=True)
+    ]
+
+
+def write_headers(messages: Sequence[StagedMessage], bucket: int, failure: str) -> None:
+    """Write the headers, to a GPU in one copy, for which the host does not wait.
+
+    A failure that does not fit is cut.
+    """
     if messages:
-        block = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
+        headers = bytearray()
+        for staged in messages:
+            header = _HEADER.pack(bucket, staged.message.nbytes, staged.sent_nbytes, staged.digest)
+            # The cut may split a character; `read_headers` replaces it.
+            headers += (header + failure.encode())[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0")
+        block = torch.frombuffer(headers, dtype=torch.uint8)
         if messages[0].memory.is_cuda:
             block = block.pin_memory().to(messages[0].memory.device, non_blocking=True)
         copy_each([staged.header for staged in messages], block.split(HEADER_NBYTES))
 
 
-def read_headers(messages: Sequence[StagedMessage]) -> list[Header]:
-    """Return the headers of messages that were received, from a GPU in one copy."""
+def read_headers(messages: Sequence[StagedMessage], bucket: int) -> list[StagedMessage]:
+    """Return messages received for `bucket` as their headers describe them.
+
+    Headers are read from a GPU in one copy.
+    """
     if not messages:
         return []
     block = torch.stack([staged.header for staged in messages]).cpu().numpy()
-    return [
-        replace(
-            Header(*_HEADER.unpack_from(header)),
-            failure=header[_HEADER.size :].rstrip(b"\0").decode(errors="replace"),
-        )
-        for header in map(bytes, block)
-    ]
+    received = []
+    for staged, header in zip(messages, map(bytes, block), strict=True):
+        sent_bucket, nbytes, sent_nbytes, digest = _HEADER.unpack_from(header)
+        failure = header[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
+        expected_nbytes = staged.message.nbytes
+        fault = ""
+        if failure:
+            fault = f"the peer failed: {failure}"
+        elif sent_bucket != bucket or nbytes != expected_nbytes:
+            fault = (
+                f"the peer sent {nbytes} bytes of bucket {sent_bucket}, "
+                f"expected {expected_nbytes} of bucket {bucket}: "
+                "the ranks' plans differ; compare their fingerprints"
+            )
+        received.append(replace(staged, sent_nbytes=sent_nbytes, digest=digest, fault=fault))
+    return received
 
 
 @dataclass(frozen=True)
@@ -192,12 +159,13 @@ class MessagePlanner:
             elif transfer.dst_rank == self.rank:
                 incoming.setdefault(transfer.src_rank, []).append(transfer)
         # Sorted, so that any two ranks post their messages in a deterministic order.
-        sent = [self._message(peer, outgoing[peer]) for peer in sorted(outgoing)]
-        received = [self._message(peer, incoming[peer]) for peer in sorted(incoming)]
+        sent = [self._message(peer, outgoing[peer], is_sent=True) for peer in sorted(outgoing)]
+        received = [self._message(peer, incoming[peer], is_sent=False) for peer in sorted(incoming)]
         return sent, received
 
-    def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:
-        pieces: list[Piece] = []
+    def _message(self, peer: int, transfers: Sequence[Transfer], *, is_sent: bool) -> Message:
+        moved: list[Transfer] = []
+        dtypes: dict[BufferId, torch.dtype] = {}
         end = HEADER_NBYTES
         for transfer in transfers:
             source = self.source_buffers[transfer.src.buffer]
@@ -205,7 +173,11 @@ class MessagePlanner:
             dtype = getattr(torch, wire_dtype(source.dtype, destination.dtype))
             # torch views bytes as elements only at aligned addresses.
             start = round_up(end, dtype.itemsize)
-            nbytes = transfer.numel * dtype.itemsize
-            pieces.append(Piece(transfer, dtype, start, nbytes))
-            end = start + nbytes
-        return Message(peer, tuple(pieces), round_up(end, ALIGNMENT))
+            end = start + transfer.numel * dtype.itemsize
+            # Places count from the header: 512 bytes are whole elements of any dtype.
+            buffer = BufferId(peer, f"message in {dtype}")
+            dtypes[buffer] = dtype
+            strides = contiguous_strides(transfer.lengths)
+            place = Place(buffer, start // dtype.itemsize, strides)
+            moved.append(replace(transfer, dst=place) if is_sent else replace(transfer, src=place))
+        return Message(peer, tuple(moved), dtypes, round_up(end, ALIGNMENT))

@@ -70,27 +70,27 @@ class Fault:
 @contextmanager
 def aborting_its_communicator() -> Iterator[None]:
     """Abort before the messages of a bucket, for which the other rank waits."""
-    launch = CollectiveTransport._launch
+    post = CollectiveTransport._post
 
-    def abort_and_launch(self: CollectiveTransport, *arguments: Any) -> Any:
+    def abort_and_post(self: CollectiveTransport, *arguments: Any) -> Any:
         assert isinstance(self._group, dist.ProcessGroup)
         self._group.abort()
-        return launch(self, *arguments)
+        return post(self, *arguments)
 
-    with mock.patch.object(CollectiveTransport, "_launch", abort_and_launch):
+    with mock.patch.object(CollectiveTransport, "_post", abort_and_post):
         yield
 
 
 @contextmanager
 def late_in_a_bucket() -> Iterator[None]:
     """Begin to wait for messages when the other rank has failed, and waits for this one."""
-    launch = CollectiveTransport._launch
+    post = CollectiveTransport._post
 
-    def launch_late(self: CollectiveTransport, *arguments: Any) -> Any:
+    def post_late(self: CollectiveTransport, *arguments: Any) -> Any:
         time.sleep(LATE_SECONDS)
-        return launch(self, *arguments)
+        return post(self, *arguments)
 
-    with mock.patch.object(CollectiveTransport, "_launch", launch_late):
+    with mock.patch.object(CollectiveTransport, "_post", post_late):
         yield
 
 

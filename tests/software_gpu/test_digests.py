@@ -39,14 +39,13 @@ def test_many_digests_need_one_wait(boxes: list[torch.Tensor]) -> None:
 
 
 def test_headers_of_a_bucket_need_one_wait() -> None:
-    memory = torch.empty(5, HEADER_NBYTES, dtype=torch.uint8, device=DEVICE)
-    staged = [StagedMessage(Message(1), header) for header in memory]
+    headers = enumerate(torch.empty(5, HEADER_NBYTES, dtype=torch.uint8, device=DEVICE))
+    messages = [StagedMessage(Message(1), memory, 0, digest) for digest, memory in headers]
     with counted() as calls:
-        written = [message.header_bytes(bucket, "") for bucket, message in enumerate(staged)]
-        write_headers(staged, written)
-        headers = read_headers(staged)
+        write_headers(messages, 7, "")
+        received = read_headers(messages, 7)
     assert by_kind(calls)["waits of the host"] == 1
-    assert [header.bucket for header in headers] == [0, 1, 2, 3, 4]
+    assert [message.digest for message in received] == [0, 1, 2, 3, 4]
 
 
 def test_pending_bytes_are_bounded(boxes: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.transports import collective, copies
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import TransportContext
-from hybrid_engine.transports.messages import MessagePlanner
+from hybrid_engine.transports.messages import HEADER_NBYTES, MessagePlanner
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
 from tests.harness.launch import Ranks
@@ -236,9 +236,15 @@ def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None
             outgoing, incoming = messages.messages(between)
             for ends, messages_of_rank in ((sent, outgoing), (received, incoming)):
                 for message in messages_of_rank:
-                    assert all(piece.start % piece.dtype.itemsize == 0 for piece in message.pieces)
                     key = (rank, message.peer) if ends is sent else (message.peer, rank)
-                    ends[key] += sum(piece.nbytes for piece in message.pieces)
+                    end = HEADER_NBYTES
+                    for moved in message.transfers:
+                        place = moved.dst if ends is sent else moved.src
+                        itemsize = message.dtypes[place.buffer].itemsize
+                        assert end <= place.offset * itemsize < end + itemsize  # without overlaps
+                        end = (place.offset + moved.numel) * itemsize
+                        ends[key] += moved.numel * itemsize
+                    assert end <= message.nbytes
         expected = Counter()
         for transfer in bucket.transfers:
             if transfer.src_rank != transfer.dst_rank:
