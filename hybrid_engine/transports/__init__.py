@@ -36,6 +36,7 @@ Every switch, by switch/weight_container.py, after a fence (all sources are fina
     1  router.begin(whole)                              whether messages may be deltas; on all ranks
        router.prepare()                                 + relay memory
     2  router.run(bucket, source, destination, next)    for each bucket:
+         Transport.prepare                                in the first switch only
          Transport.start                                  + staging; posts messages of this bucket
                                                           and the next
          Transport.run, each in the registry's order      bytes arrive in the destination, or in

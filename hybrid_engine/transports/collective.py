@@ -141,11 +141,7 @@ class CollectiveTransport(Transport):
 
     @torch.no_grad()
     def start(
-        self,
-        bucket: int,
-        share: _BucketMessages,
-        source: FlatBuffers | None,
-        reason: str = "",
+        self, bucket: int, share: _BucketMessages, source: FlatBuffers, reason: str = ""
     ) -> None:
         """Post the messages of a bucket if they are not posted yet; see `context.Transport`.
 
@@ -160,7 +156,7 @@ class CollectiveTransport(Transport):
             sent = self._stage(f"send {slot}", share.outgoing)
             received = self._stage(f"receive {slot}", share.incoming)
             failure = None
-            if source is not None:
+            if not reason:
                 sent, failure = self._pack(bucket, share, sent, source)
             write_headers(sent, bucket, reason if failure is None else str(failure))
         posted = self._post(bucket, "transfer", self._group, received, sent)
@@ -168,11 +164,7 @@ class CollectiveTransport(Transport):
 
     @torch.no_grad()
     def run(
-        self,
-        bucket: int,
-        share: _BucketMessages,
-        source: FlatBuffers,
-        destination: FlatBuffers,
+        self, bucket: int, share: _BucketMessages, source: FlatBuffers, destination: FlatBuffers
     ) -> None:
         """Send and receive this rank's messages of the bucket; see `context.Transport`.
 
@@ -185,9 +177,7 @@ class CollectiveTransport(Transport):
             raise exchange.failure
         received = read_headers(exchange.incoming, bucket)
         with timed_span(self._costs.seconds, "write"):
-            peer_failure = self._peer_failure(bucket, "transfer", received)
-            if peer_failure:
-                raise PeerTransportError(peer_failure, code="peer-failed")
+            self._require_valid(bucket, "transfer", received)
             if self._deltas is not None:
                 self._apply(bucket, received, self._deltas)
             flats = _flats(received)
@@ -204,7 +194,7 @@ class CollectiveTransport(Transport):
         Messages that were started before are sent unchanged. Raises TransportError only when the
         messages cannot be exchanged.
         """
-        self._exchange(bucket, share, None, reason)
+        self._exchange(bucket, share, {}, reason)
 
     def notify(
         self,
@@ -212,8 +202,8 @@ class CollectiveTransport(Transport):
         phase: str,
         receivers: Iterable[int],
         senders: Iterable[int],
-        reason: str = "",
-    ) -> str:
+        reason: str,
+    ) -> None:
         """Send headers alone to the receivers; see `context.Transport`.
 
         Raises TransportError as `run` does.
@@ -224,7 +214,7 @@ class CollectiveTransport(Transport):
         write_headers(outgoing, bucket, reason)
         posted = self._post(bucket, phase, self._notify_group, incoming, outgoing)
         self._wait(bucket, phase, self._notify_group, posted)
-        return self._peer_failure(bucket, phase, read_headers(incoming, bucket))
+        self._require_valid(bucket, phase, read_headers(incoming, bucket))
 
     def _allocate_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
         # Not in staging memory, which belongs to the buckets in flight.
@@ -321,21 +311,19 @@ class CollectiveTransport(Transport):
             # torch and numpy raise these when memory is short.
             return outgoing, TransportError(f"{where}: {error}", code="read-failed")
 
-    def _peer_failure(self, bucket: int, phase: str, received: Iterable[StagedMessage]) -> str:
-        """Return the fault of the first message that has one, with its peer; "" if none has."""
+    def _require_valid(self, bucket: int, phase: str, received: Iterable[StagedMessage]) -> None:
+        """Raise PeerTransportError with the fault of the first message that has one."""
         for staged in received:
             if staged.fault:
-                return f"{self.where(bucket, phase)}, peer {staged.message.peer}: {staged.fault}"
-        return ""
+                raise PeerTransportError(
+                    f"{self.where(bucket, phase)}, peer {staged.message.peer}: {staged.fault}",
+                    code="peer-failed",
+                )
 
     # The exchange.
 
     def _exchange(
-        self,
-        bucket: int,
-        share: _BucketMessages,
-        source: FlatBuffers | None,
-        reason: str = "",
+        self, bucket: int, share: _BucketMessages, source: FlatBuffers, reason: str = ""
     ) -> InFlight:
         """Exchange the messages of a bucket."""
         self.start(bucket, share, source, reason)

@@ -106,11 +106,11 @@ class Transport:
         """
         return transfers
 
-    def start(self, bucket: int, share: Any, source: FlatBuffers | None, reason: str = "") -> None:
+    def start(self, bucket: int, share: Any, source: FlatBuffers, reason: str = "") -> None:
         """Start the work that can precede `run` or `abandon` of a bucket. Optional and idempotent.
 
-        At most `NUM_SLOTS` buckets are started but not run. `source` is None if this rank
-        failed elsewhere; then `reason` is the cause.
+        At most `NUM_SLOTS` buckets are started but not run. If this rank failed elsewhere, `reason`
+        is the cause, and nothing is read.
         """
 
     def run(self, bucket: int, share: Any, source: FlatBuffers, destination: FlatBuffers) -> None:
@@ -129,15 +129,13 @@ class Transport:
         phase: str,
         receivers: Iterable[int],
         senders: Iterable[int],
-        reason: str = "",
-    ) -> str:
+        reason: str,
+    ) -> None:
         """Notify `receivers` that this rank has finished a phase of a bucket; wait for `senders`.
 
-        `reason` is not empty if this rank failed. Returns the reason of the first failed sender
-        with peer, bucket and phase; "" if none failed. A rank is a receiver on each of its senders.
-        A transport without messages does nothing, and returns "".
+        `reason` is not empty if this rank failed. Raises PeerTransportError if a sender failed. A
+        rank is a receiver on each of its senders. A transport without messages does nothing.
         """
-        return ""
 
     def take_costs(self) -> Costs:
         """Return seconds by phase, and counts, since the last call."""

@@ -7,7 +7,8 @@ may choose it. The contract tests run over every class of the registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,32 +180,14 @@ class TransportSet:
         # Signals are held until the end. A rank interrupted before it has sent and received all
         # messages of a bucket would exchange messages of different buckets with its peers from then
         # on.
-        share = self._share(bucket)
-        self.num_met += 1
-        failure = None
-        if following is not None:
-            failure = self._start(bucket, following, source)
-        # Local copies come first, and go on while the messages that `_start` posted are in flight.
-        for name, part in share.parts.items():
-            transport = self._transports[name]
-            try:
-                if failure is None:
-                    with span(name):
-                        transport.run(bucket.index, part, source, destination)
-                else:
-                    # Peers that wait for this transport fail with the reason instead.
-                    transport.abandon(bucket.index, part, str(failure))
-            except Exception as error:
-                failure = failure or error
-        if share.fan_out:
-            with span("relay"):
-                failure = self._fan_out(share, destination, failure)
+        failures: list[Exception] = []
+        self._take_part(bucket, source, destination, following, failures)
         costs = Costs()
-        costs.add(share.planned)
+        costs.add(self._share(bucket).planned)
         for transport in self._transports.values():
             costs.add(transport.take_costs())
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
         return costs
 
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
@@ -212,23 +195,12 @@ class TransportSet:
 
         `following` as in `run`. Raises TransportError, at the end, for an unusable process group.
         """
-        share = self._share(bucket)
-        self.num_met += 1
-        failure = self._start(bucket, following, None, reason)
-        for name, part in share.parts.items():
-            try:
-                self._transports[name].abandon(bucket.index, part, reason)
-            except Exception as error:
-                # The first failure explains later ones. Other transports have other peers.
-                failure = failure or error
-        if share.fan_out:
-            for phase in (_ARRIVED, _READ):
-                try:
-                    self._notify(share, phase, reason)
-                except Exception as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+        failures = [Exception(reason)]
+        self._take_part(bucket, {}, {}, following, failures)
+        for failure in failures[1:]:
+            # Peers may have failed as well, which changes nothing for this rank.
+            if not isinstance(failure, PeerTransportError):
+                raise failure
 
     def trim(self) -> Costs:
         """Free staging and relay memory until the next fill; return its bytes."""
@@ -250,64 +222,63 @@ class TransportSet:
         """Allocate relay memory before a fill. Raises DeviceMemoryError."""
         self._relays.restore()
 
-    def _start(
+    def _take_part(
         self,
         bucket: Bucket,
+        source: FlatBuffers,
+        destination: FlatBuffers,
         following: Bucket | None,
-        source: FlatBuffers | None,
-        reason: str = "",
-    ) -> Exception | None:
-        """Start the buckets, in order, that have not started yet; return a failure."""
-        buckets = [bucket] if following is None else [bucket, following]
-        try:
-            for started in buckets:
-                for name, part in self._share(started).parts.items():
-                    self._transports[name].start(started.index, part, source, reason)
-        except Exception as error:
-            return error
-        return None
+        failures: list[Exception],
+    ) -> None:
+        """Carry out this rank's share, and add to its failures.
+
+        After the first failure, which explains later ones, nothing is read or written any more, and
+        peers that wait for this rank fail with it.
+        """
+        share = self._share(bucket)
+        self.num_met += 1
+        if following is not None:
+            with _collecting(failures):
+                for started in (bucket, following):
+                    for name, part in self._share(started).parts.items():
+                        transport = self._transports[name]
+                        transport.start(started.index, part, source, _reason(failures))
+        # Local copies come first, and go on while the messages that were posted are in flight.
+        for name, part in share.parts.items():
+            transport = self._transports[name]
+            # Other transports have other peers.
+            with _collecting(failures):
+                if failures:
+                    transport.abandon(bucket.index, part, _reason(failures))
+                else:
+                    with span(name):
+                        transport.run(bucket.index, part, source, destination)
+        if share.fan_out:
+            with span("relay"):
+                self._fan_out(bucket.index, share, destination, failures)
 
     def _fan_out(
-        self,
-        share: _BucketShare,
-        destination: FlatBuffers,
-        failure: Exception | None,
-    ) -> Exception | None:
-        """Read from relay buffers, unless this rank or a relay rank failed; return a failure.
+        self, bucket: int, share: _BucketShare, destination: FlatBuffers, failures: list[Exception]
+    ) -> None:
+        """Read from relay buffers, unless this rank or a relay rank failed; add to the failures.
 
         Both notifications are sent in any case, so that no rank is left waiting.
         """
-        try:
+        with _collecting(failures):
             self._relays.finish_writes()
-        except RuntimeError as error:
-            failure = failure or error
-        for phase in (_ARRIVED, _READ):
-            try:
-                # In _READ readers notify their relay ranks, which may then overwrite the buffer.
-                reason = self._notify(share, phase, "" if failure is None else str(failure))
-                if reason and failure is None:
-                    failure = PeerTransportError(reason, code="peer-failed")
-                if phase == _ARRIVED and failure is None:
+        for phase, receivers, senders in (
+            (_ARRIVED, share.readers, share.relay_ranks),
+            # Readers notify their relay ranks, which may then overwrite the buffer.
+            (_READ, share.relay_ranks, share.readers),
+        ):
+            for transport in self._transports.values():
+                with _collecting(failures):
+                    transport.notify(bucket, phase, receivers, senders, _reason(failures))
+            if phase == _ARRIVED and not failures:
+                with _collecting(failures):
                     # The relay rank reads its part here as well.
                     for name, part in share.fan_out.items():
-                        relays = self._relays.tensors
-                        self._transports[name].run(share.bucket.index, part, relays, destination)
-            except Exception as error:
-                failure = failure or error
-        return failure
-
-    def _notify(self, share: _BucketShare, phase: str, reason: str) -> str:
-        """Notify readers of an arrival, or relay ranks of a read; return a sender's failure."""
-        receivers = share.readers
-        senders = share.relay_ranks
-        if phase == _READ:
-            receivers, senders = senders, receivers
-        # Every transport notifies its peers, even after a failure of one.
-        reasons = [
-            transport.notify(share.bucket.index, phase, receivers, senders, reason)
-            for transport in self._transports.values()
-        ]
-        return next(filter(None, reasons), "")
+                        self._transports[name].run(bucket, part, self._relays.tensors, destination)
 
     def close(self) -> None:
         """Close all transports; idempotent."""
@@ -330,7 +301,6 @@ class TransportSet:
         readers = {transfer.dst_rank for transfer in of_rank.fan_out}
         relay_ranks = {transfer.src_rank for transfer in of_rank.fan_out}
         share = _BucketShare(
-            bucket,
             self._prepared(of_rank.transfers),
             self._prepared(of_rank.fan_out),
             planned,
@@ -356,6 +326,20 @@ class TransportSet:
         return {name: transports[name].prepare(part) for name, part in by_name.items() if part}
 
 
+@contextmanager
+def _collecting(failures: list[Exception]) -> Iterator[None]:
+    """Add an exception of the block to `failures`."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
+
+
+def _reason(failures: Sequence[Exception]) -> str:
+    """Return why a rank's data is void; "" if it is valid."""
+    return next((str(failure) or repr(failure) for failure in failures), "")
+
+
 @dataclass(frozen=True, slots=True)
 class _BucketShare:
     """A rank's work in a bucket.
@@ -368,7 +352,6 @@ class _BucketShare:
         relay_ranks: other ranks whose relay buffers this rank reads.
     """
 
-    bucket: Bucket
     parts: Mapping[str, Any]
     fan_out: Mapping[str, Any]
     planned: Costs

@@ -157,7 +157,7 @@ def test_readers_are_notified_once_relay_buffers_are_written() -> None:
                 flat.copy_(queued)
                 written.record()
 
-        def notify(self, bucket: int, phase: str, *ends: object) -> str:
+        def notify(self, bucket: int, phase: str, *ends: object) -> None:
             notified.append((phase, written.query()))
             return ""
 

@@ -152,11 +152,11 @@ def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
 def relay_rank_falls_silent(rank: Rank) -> list[object]:
     """Run a bucket in which rank 3 sends no notifications, and wait for one again on rank 2."""
     transport = rank.router._transports[CollectiveTransport.name]
-    with mock.patch.object(transport, "notify", return_value="") if rank.rank == 3 else nullcontext():
+    with mock.patch.object(transport, "notify") if rank.rank == 3 else nullcontext():
         first = rank.run(0)
     if rank.rank != 2:
         return [first]
-    return [first, outcome_of(lambda: transport.notify(1, "relay arrived", [], [3]))]
+    return [first, outcome_of(lambda: transport.notify(1, "relay arrived", [], [3], ""))]
 
 
 SCENARIOS = [reader_abandons, sender_fails_ahead, relay_rank_gives_up_ahead]
