@@ -9,7 +9,8 @@ one canonical tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,14 +24,14 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     Only transfers between the same two buffers are joined. The transfers of a pair of ranks
     therefore depend on that pair alone, and plans of single ranks agree with the plan of all.
     """
-    by_buffers: dict[object, list[Transfer]] = {}
-    for transfer in transfers:
-        key = (transfer.src.buffer, transfer.dst.buffer)
-        by_buffers.setdefault(key, []).append(flattened(transfer))
-    coalesced: list[Transfer] = []
-    for group in by_buffers.values():
-        coalesced += _coalesced(group)
-    return sorted(coalesced, key=by_place)
+    coalesced = list(map(_flattened, transfers))
+    while True:
+        joined = join_regular(coalesced, lambda moved: (moved.src.buffer, moved.src.offset))
+        if len(joined) == len(coalesced):
+            return sorted(joined, key=by_place)
+        # A joined transfer may join again: first the heads of an expert, then experts of equal
+        # heads. A pass that does not end the loop leaves fewer transfers than before.
+        coalesced = joined
 
 
 def by_place(transfer: Transfer) -> tuple[object, ...]:
@@ -38,43 +39,44 @@ def by_place(transfer: Transfer) -> tuple[object, ...]:
     return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
 
 
-def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
-    """Join transfers between two buffers until nothing more joins."""
-    # A joined transfer may join again: first the heads of an expert, then experts of equal heads.
-    while len(transfers) > 1:
-        by_shape: dict[object, list[Transfer]] = {}
-        for transfer in transfers:
-            shape = (transfer.lengths, transfer.src.strides, transfer.dst.strides)
-            by_shape.setdefault(shape, []).append(transfer)
-        joined: list[Transfer] = []
-        for same_shape in by_shape.values():
-            joined += map(flattened, _runs(same_shape))
-        # A pass that does not end the loop leaves fewer transfers than before.
-        if len(joined) == len(transfers):
-            break
-        transfers = joined
-    return transfers
-
-
-def _runs(transfers: list[Transfer]) -> Iterator[Transfer]:
-    """Join transfers of one shape where distances are constant in source and destination."""
-    # Destination places are disjoint, so their offsets put the boxes into one definite order.
-    ordered = sorted(transfers, key=lambda transfer: (transfer.dst.offset, transfer.src.offset))
-    offsets = [(transfer.src.offset, transfer.dst.offset) for transfer in ordered]
-    for run, distances in regular_runs(offsets):
-        yield join(ordered[run.start : run.stop], *distances)
-
-
-def regular_runs(
-    offsets: Sequence[tuple[int, int]],
+def join_regular(
+    transfers: Iterable[Transfer],
+    source_of: Callable[[Transfer], tuple[object, int]],
     *,
     backwards: bool = False,
+) -> list[Transfer]:
+    """Join transfers of one shape where distances are constant in source and destination.
+
+    Args:
+        transfers: between any buffers; only those to one buffer are joined.
+        source_of: returns the memory that a transfer reads, and the offset there; only those from
+            one memory are joined.
+        backwards: allow sources that descend. Strided views cannot.
+    """
+    alike: defaultdict[object, list[tuple[int, Transfer]]] = defaultdict(list)
+    for transfer in transfers:
+        memory, offset = source_of(transfer)
+        src = transfer.src
+        dst = transfer.dst
+        key = (memory, dst.buffer, transfer.lengths, src.strides, dst.strides)
+        alike[key].append((offset, transfer))
+    joined = []
+    for group in alike.values():
+        # Destination places are disjoint, so their offsets put the boxes into one definite order.
+        group.sort(key=lambda placed: (placed[1].dst.offset, placed[0]))
+        offsets = [(offset, transfer.dst.offset) for offset, transfer in group]
+        for run, distances in _regular_runs(offsets, backwards=backwards):
+            boxes = [transfer for _, transfer in group[run.start : run.stop]]
+            joined.append(_join(boxes, *distances))
+    return joined
+
+
+def _regular_runs(
+    offsets: Sequence[tuple[int, int]], *, backwards: bool
 ) -> Iterator[tuple[range, tuple[int, int]]]:
     """Cut places into runs; yield each with the distances from one place to the next.
 
-    Args:
-        offsets: (source offset, destination offset) of each place, sorted by destination.
-        backwards: allow runs that go backwards through the source. Strided views cannot.
+    `offsets`: (source offset, destination offset) of each place, sorted by destination.
     """
     distances = [
         (after[0] - before[0], after[1] - before[1]) for before, after in pairwise(offsets)
@@ -93,15 +95,15 @@ def regular_runs(
         start = stop
 
 
-def join(run: Sequence[Transfer], src_distance: int, dst_distance: int) -> Transfer:
-    """Return one transfer for a run: its first box, repeated along a new first dim."""
+def _join(run: Sequence[Transfer], src_distance: int, dst_distance: int) -> Transfer:
+    """Return one transfer for a run: its first box, alone or repeated along a new first dim."""
     first = run[0]
     if len(run) == 1:
         return first
     # A transfer that was joined before is already named "first … last".
     first_name = first.tensor.partition(" … ")[0]
     last_name = run[-1].tensor.rpartition(" … ")[2]
-    return replace(
+    joined = replace(
         first,
         tensor=f"{first_name} … {last_name}",
         lengths=(len(run), *first.lengths),
@@ -109,15 +111,16 @@ def join(run: Sequence[Transfer], src_distance: int, dst_distance: int) -> Trans
         dst=Place(first.dst.buffer, first.dst.offset, (dst_distance, *first.dst.strides)),
         nbytes=sum(transfer.nbytes for transfer in run),
     )
+    return _flattened(joined)
 
 
-def flattened(transfer: Transfer) -> Transfer:
+def _flattened(transfer: Transfer) -> Transfer:
     """Drop dims of length 1 and merge neighbouring dims that are contiguous on both sides."""
     dims = list(zip(transfer.lengths, transfer.src.strides, transfer.dst.strides, strict=True))
     kept: list[tuple[int, int, int]] = []
     for length, src, dst in dims:
         # The stride of such a dim is never stepped and may be any number. Left in, it would keep
-        # equal copies apart in `by_shape`.
+        # equal copies apart in `join_regular`.
         if length == 1:
             continue
         # If one step of the previous dim spans this whole dim on both sides, the two are one dim.

@@ -61,7 +61,7 @@ class BatchedCopies:
         try:
             # Runs and tiles depend only on the transfers and these origins, not on addresses.
             if origins != self._origins:
-                self._runs = list(runs_of(self.transfers, origins[0]))
+                self._runs = runs_of(self.transfers, origins[0])
                 self._tiled = tiled(self._runs, *origins)
                 self._origins = origins
             if self._tiled is None:

@@ -12,7 +12,7 @@ not: for each size of elements, and for each pair of dtypes that is cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybrid_engine.planning.coalescing import flattened, join, regular_runs
+from hybrid_engine.planning.coalescing import join_regular
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import BufferId, Place
 
@@ -68,24 +68,15 @@ def origins_of(flats: Flats) -> Origins:
     return origins
 
 
-def runs_of(transfers: Iterable[Transfer], origins: Origins) -> Iterator[Transfer]:
+def runs_of(transfers: Iterable[Transfer], origins: Origins) -> list[Transfer]:
     """Combine transfers into runs; `origins` are those of the buffers that they read."""
-    alike: dict[object, list[tuple[int, Transfer]]] = {}
-    for transfer in transfers:
-        src = transfer.src
-        dst = transfer.dst
-        origin = origins[src.buffer]
-        # Buffers of one storage can share a view, so the source buffer is not part of the key.
-        ends = (origin.storage, origin.dtype, dst.buffer)
-        key = (ends, transfer.lengths, src.strides, dst.strides)
-        alike.setdefault(key, []).append((origin.offset + src.offset, transfer))
-    for group in alike.values():
-        # Runs ascend in the destination.
-        group.sort(key=lambda placed: placed[1].dst.offset)
-        offsets = [(offset, transfer.dst.offset) for offset, transfer in group]
-        for run, distances in regular_runs(offsets, backwards=True):
-            boxes = [transfer for _, transfer in group[run.start : run.stop]]
-            yield flattened(join(boxes, *distances))
+
+    def source_of(transfer: Transfer) -> tuple[object, int]:
+        # Buffers of one storage can share a view.
+        origin = origins[transfer.src.buffer]
+        return (origin.storage, origin.dtype), origin.offset + transfer.src.offset
+
+    return join_regular(transfers, source_of, backwards=True)
 
 
 def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
