@@ -32,7 +32,7 @@ from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.tracing import timed_span
-from hybrid_engine.transports.context import Group, RelayBuffers, Transport, TransportContext
+from hybrid_engine.transports.context import Group, Transport, TransportContext
 from hybrid_engine.transports.copies import BatchedCopies, FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
 from hybrid_engine.transports.messages import (
@@ -106,16 +106,17 @@ class CollectiveTransport(Transport):
         assert context.group is not None
         super().__init__(context.rank)
         self._timeout = context.timeout
-        self._relays = context.relays or RelayBuffers(context.rank, {})
+        self._relays = context.relays
         self._planner = MessagePlanner(
             context.rank,
             context.source_buffers,
             {**context.destination_buffers, **self._relays.buffers},
         )
         self._group = context.group
-        self._notify_group = context.notify_group or context.group
-        self._device = _staging_device(self._group)
-        self._notify_device = _staging_device(self._notify_group)
+        self._notify_group = context.notify_group
+        self._device = torch.device("cpu")
+        if not isinstance(self._group, RankGroup):
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._deltas = Deltas() if context.sends_deltas else None
         self._staging: TensorDict = {}
         # By bucket.
@@ -208,19 +209,15 @@ class CollectiveTransport(Transport):
 
         Raises TransportError as `run` does.
         """
-        self._raise_if_broken(bucket, self._notify_group)
-        outgoing = self._allocate_headers(receivers)
-        incoming = self._allocate_headers(senders)
+        group = self._notify_group
+        assert group is not None, "a plan with relays has a group for notifications"
+        self._raise_if_broken(bucket, group)
+        outgoing = _allocate_headers(receivers)
+        incoming = _allocate_headers(senders)
         write_headers(outgoing, bucket, reason)
-        posted = self._post(bucket, phase, self._notify_group, incoming, outgoing)
-        self._wait(bucket, phase, self._notify_group, posted)
+        posted = self._post(bucket, phase, group, incoming, outgoing)
+        self._wait(bucket, phase, group, posted)
         self._require_valid(bucket, phase, read_headers(incoming, bucket))
-
-    def _allocate_headers(self, peers: Iterable[int]) -> list[StagedMessage]:
-        # Not in staging memory, which belongs to the buckets in flight.
-        messages = [Message(peer) for peer in sorted(peers)]
-        nbytes = len(messages) * HEADER_NBYTES
-        return stage(messages, torch.empty(nbytes, dtype=torch.uint8, device=self._notify_device))
 
     def trim(self) -> Costs:
         """Free the staging memory, which the next bucket allocates again; see the base class."""
@@ -348,8 +345,8 @@ class CollectiveTransport(Transport):
             works = _begin(operations, self.rank, group)
         except Exception as error:
             self._break(bucket, phase, group, all_peers, error, timed_out=False)
-        if self._is_nccl(group):
-            # It returns one work for each batch.
+        if not isinstance(group, RankGroup):
+            # NCCL returns one work for each batch.
             peers = [all_peers] * len(works)
         return list(zip(works, peers, strict=True))
 
@@ -359,7 +356,7 @@ class CollectiveTransport(Transport):
         with timed_span(self._costs.seconds, "transfer"):
             for work, peer in posted:
                 try:
-                    _finish(work, deadline, of_nccl=self._is_nccl(group))
+                    _finish(work, deadline, of_nccl=not isinstance(group, RankGroup))
                 except Exception as error:
                     # With gloo a timeout and a lost connection raise the same type of error.
                     timed_out = time.monotonic() > deadline - _WAIT_TOLERANCE
@@ -377,9 +374,8 @@ class CollectiveTransport(Transport):
     ) -> NoReturn:
         """Mark the group as unusable, and raise TransportError with the cause."""
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
-        if self._is_nccl(group):
+        if not isinstance(group, RankGroup):
             # NCCL's kernels would keep the device busy without end.
-            assert isinstance(group, dist.ProcessGroup)
             abort_group(group)
         if group is self._group:
             # Late bytes may still arrive in the memory that the operations hold.
@@ -393,9 +389,6 @@ class CollectiveTransport(Transport):
         )
         raise self._broken[group] from error
 
-    def _is_nccl(self, group: Group) -> bool:
-        return group is self._group and self._device.type == "cuda"
-
     def _raise_if_broken(self, bucket: int, group: Group) -> None:
         if group in self._broken:
             earlier = self._broken[group]
@@ -403,6 +396,12 @@ class CollectiveTransport(Transport):
                 f"bucket {bucket} cannot be exchanged after an earlier failure: {earlier}",
                 code="exchange-is-broken",
             )
+
+
+def _allocate_headers(peers: Iterable[int]) -> list[StagedMessage]:
+    # Not in staging memory, which belongs to the buckets in flight.
+    messages = [Message(peer) for peer in sorted(peers)]
+    return stage(messages, torch.empty(len(messages) * HEADER_NBYTES, dtype=torch.uint8))
 
 
 def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
@@ -440,9 +439,8 @@ def _begin(
         try:
             works += dist.batch_isend_irecv(batch)
         except Exception:
-            if batch[0].tensor.is_cuda:
-                # torch leaves NCCL's group call open after a failure.
-                end_batch(group, batch[0].tensor.device)
+            # torch leaves NCCL's group call open after a failure.
+            end_batch(group, batch[0].tensor.device)
             raise
     return works
 
@@ -464,9 +462,3 @@ def _finish(work: dist.Work, deadline: float, *, of_nccl: bool) -> None:
         pause = min(1.1 * pause, _MAX_POLL_INTERVAL)
     # Complete, so this only orders the current stream after the message.
     work.wait()
-
-
-def _staging_device(group: Group) -> torch.device:
-    if not isinstance(group, RankGroup) and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

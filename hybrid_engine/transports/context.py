@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,72 @@ Group = dist.ProcessGroup | RankGroup
 """Groups of torch for NCCL, groups of this package for gloo."""
 
 
+# Bytes. Relay buffers of a bucket start at multiples of it.
+_ALIGNMENT = 512
+
+
+class RelayBuffers:
+    """Relay buffers that one rank fills or reads.
+
+    Other ranks of the host read this rank's buffers by handles (`export_handles`), so only hosts
+    with elastic memory may relay.
+
+    Attributes:
+        buffers: relay buffers that this rank fills or reads (`ReshardPlan.relays`).
+        tensors: flat tensors of the buffers on this rank, by name. The buckets share bytes, those
+            of the fullest one, until `release`: a bucket is written only after all have read the
+            one before.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        buffers: Mapping[BufferId, Buffer] = MappingProxyType({}),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the buffers of `rank`. Raises DeviceMemoryError for lack of memory."""
+        self.buffers = dict(buffers)
+        local = {
+            buffer_id.name: buffer
+            for buffer_id, buffer in sorted(self.buffers.items())
+            if buffer_id.rank == rank
+        }
+        # A buffer's group is the number of its bucket. Buffers of a bucket lie one after the other.
+        # Buffers of 700 and 100 bytes start at 0 and 1,024. Every bucket starts at 0 again.
+        starts: dict[str, int] = {}
+        ends: dict[str, int] = {}
+        for name, buffer in local.items():
+            start = ends.get(buffer.group, 0)
+            starts[name] = start
+            ends[buffer.group] = round_up(start + buffer.nbytes, _ALIGNMENT)
+        nbytes = max(ends.values(), default=0)
+        arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
+        # None on devices without elastic memory, which keep the relay memory.
+        self._memory = exported_buffer_of(arena)
+        self.tensors: TensorDict = {}
+        for name, buffer in local.items():
+            flat = arena[starts[name] : starts[name] + buffer.nbytes]
+            self.tensors[name] = flat.view(getattr(torch, buffer.dtype))
+
+    def finish_writes(self) -> None:
+        """Wait until the buffers are written: host threads, not streams, notify their readers."""
+        for device in {flat.device for flat in self.tensors.values() if flat.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def release(self) -> int:
+        """Free the memory until `restore`, and return its bytes; handles stay valid."""
+        if self._memory is None:
+            return 0
+        nbytes = self._memory.resident_nbytes()
+        self._memory.release()
+        return nbytes
+
+    def restore(self) -> None:
+        """Allocate the memory again. Raises DeviceMemoryError."""
+        if self._memory is not None:
+            self._memory.restore()
+
+
 @dataclass(frozen=True)
 class TransportContext:
     """Inputs of a rank's transports.
@@ -39,9 +106,9 @@ class TransportContext:
             (`export_handles`).
         group: process group of its own for messages, with all peers of this rank; None: none.
         destination_buffers: those of all ranks. A missing one has the dtype of its source.
-        relays: the relay buffers that this rank fills or reads; None: none.
-        notify_group: group for `Transport.notify`, with the ranks of the host; default: `group`.
-            With NCCL it would deliver after all messages in flight.
+        relays: the relay buffers that this rank fills or reads.
+        notify_group: group for `Transport.notify`, with the ranks of the host; None without relays.
+            `group` with NCCL would deliver after all messages in flight.
         timeout: seconds that a bucket may wait for peers in total.
         sends_deltas: messages may be deltas of the previous ones, on all ranks; `group` is gloo's.
     """
@@ -51,8 +118,8 @@ class TransportContext:
     handles: Mapping[BufferId, Handle]
     group: Group | None = None
     destination_buffers: Mapping[BufferId, Buffer] = field(default_factory=dict)
-    relays: RelayBuffers | None = None
-    notify_group: Group | None = None
+    relays: RelayBuffers = field(default_factory=RelayBuffers)
+    notify_group: RankGroup | None = None
     timeout: float = 300.0
     sends_deltas: bool = False
 
@@ -149,66 +216,3 @@ class Transport:
 
     def close(self) -> None:
         """Release mappings and staging memory. Idempotent."""
-
-
-# Bytes. Relay buffers of a bucket start at multiples of it.
-_ALIGNMENT = 512
-
-
-class RelayBuffers:
-    """Relay buffers that one rank fills or reads.
-
-    Other ranks of the host read this rank's buffers by handles (`export_handles`), so only hosts
-    with elastic memory may relay.
-
-    Attributes:
-        buffers: relay buffers that this rank fills or reads (`ReshardPlan.relays`).
-        tensors: flat tensors of the buffers on this rank, by name. The buckets share bytes, those
-            of the fullest one, until `release`: a bucket is written only after all have read the
-            one before.
-    """
-
-    def __init__(
-        self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu"
-    ) -> None:
-        """Allocate the buffers of `rank`. Raises DeviceMemoryError for lack of memory."""
-        self.buffers = dict(buffers)
-        local = {
-            buffer_id.name: buffer
-            for buffer_id, buffer in sorted(self.buffers.items())
-            if buffer_id.rank == rank
-        }
-        # A buffer's group is the number of its bucket. Buffers of a bucket lie one after the other.
-        # Buffers of 700 and 100 bytes start at 0 and 1,024. Every bucket starts at 0 again.
-        starts: dict[str, int] = {}
-        ends: dict[str, int] = {}
-        for name, buffer in local.items():
-            start = ends.get(buffer.group, 0)
-            starts[name] = start
-            ends[buffer.group] = round_up(start + buffer.nbytes, _ALIGNMENT)
-        nbytes = max(ends.values(), default=0)
-        arena = allocate_elastic(nbytes, torch.uint8, device, "relay")
-        # None on devices without elastic memory, which keep the relay memory.
-        self._memory = exported_buffer_of(arena)
-        self.tensors: TensorDict = {}
-        for name, buffer in local.items():
-            flat = arena[starts[name] : starts[name] + buffer.nbytes]
-            self.tensors[name] = flat.view(getattr(torch, buffer.dtype))
-
-    def finish_writes(self) -> None:
-        """Wait until the buffers are written: host threads, not streams, notify their readers."""
-        for device in {flat.device for flat in self.tensors.values() if flat.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-
-    def release(self) -> int:
-        """Free the memory until `restore`, and return its bytes; handles stay valid."""
-        if self._memory is None:
-            return 0
-        nbytes = self._memory.resident_nbytes()
-        self._memory.release()
-        return nbytes
-
-    def restore(self) -> None:
-        """Allocate the memory again. Raises DeviceMemoryError."""
-        if self._memory is not None:
-            self._memory.restore()

@@ -88,7 +88,7 @@ class TransportSet:
         rank: global rank of this process.
         transports: in the order in which they run.
         choose: returns the name of the transport for a transfer.
-        relays: the plan's relay buffers; default: none.
+        relays: the plan's relay buffers.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class TransportSet:
         rank: int,
         transports: Sequence[Transport],
         choose: Callable[[Transfer], str],
-        relays: RelayBuffers | None = None,
+        relays: RelayBuffers,
     ) -> None:
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
-        self._relays = relays or RelayBuffers(rank, {})
+        self._relays = relays
         self._shares: dict[int, _BucketShare] = {}
         # Buckets in which this rank took part, run or abandoned, since it was connected.
         self.num_met = 0

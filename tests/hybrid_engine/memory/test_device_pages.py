@@ -362,9 +362,8 @@ def test_the_chunks_of_a_bucket_are_found_once(rig: Rig, monkeypatch: pytest.Mon
     buffer = ElasticBuffer(2 * CHUNK // 4, torch.float32, device="cuda:0")
     source = BufferId(0, "src")
     places = Place(source, CHUNK // 4 - 2, (1,)), Place(BufferId(1, "dst"), 0, (1,))
-    transfers = [Transfer("t", (4,), *places, 16, Link.HOST)]  # of both chunks
     transport = SharedMemoryTransport(1, {source: buffer.export()})
-    copies = transport.prepare(transfers)
+    copies = transport.prepare([Transfer("t", (4,), *places, 16, Link.HOST)])  # of both chunks
     own_mappings = mapped()
     destination = {"dst": torch.zeros(4)}
     for value in range(2):  # the second time with restored memory

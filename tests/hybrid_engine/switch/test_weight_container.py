@@ -19,7 +19,7 @@ from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.report import costs_of_all
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
-from hybrid_engine.transports.context import TransportContext
+from hybrid_engine.transports.context import RelayBuffers, TransportContext
 from hybrid_engine.transports.router import TransportSet
 from tests.harness.errors import refused
 from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
@@ -86,7 +86,8 @@ def source_of(rank: int) -> TensorDict:
 
 def in_process_router(rank: int) -> TransportSet:
     sources = {BufferId(peer, "src"): source_of(peer)["src"] for peer in range(NUM_RANKS)}
-    return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
+    transports = [InProcessTransport(rank, sources)]
+    return TransportSet(rank, transports, lambda _transfer: InProcessTransport.name, RelayBuffers())
 
 
 def fill(
@@ -268,7 +269,7 @@ def test_a_dead_transport_prevents_no_other_notification():
 
     other.abandon = abandon
     names = {Link.SELF: dead.name, Link.HOST: other.name}
-    router = TransportSet(0, [dead, other], lambda moved: names[moved.link])
+    router = TransportSet(0, [dead, other], lambda moved: names[moved.link], RelayBuffers())
     container = WeightContainer(weights, make_plan(), router)
     with refused(ReshardError, "fill-failed", "no memory for allocate"):
         fill(container, {})

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.plan import Bucket, Link, Transfer, wire_dtype
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 SENTINEL_BYTE = 0xA5  # fills destinations, so that a stray write shows
@@ -161,6 +164,11 @@ def _filled(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.contiguous().view(torch.uint8)
+
+
+def group_of_all() -> RankGroup:
+    """Return a new group of the ranks of torch's default group."""
+    return RankGroup(World.of_default_group(), "messages", range(dist.get_world_size()), 60)
 
 
 def outcome_of(action: Callable[[], object]) -> str:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.transports import collective, copies
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -29,7 +30,7 @@ from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handl
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import Case as PlannedCase
 from tests.hybrid_engine.planning.cases import cases, plan
-from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing
+from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing, group_of_all
 from tests.hybrid_engine.transports.in_process import InProcessTransport
 
 CASES = {
@@ -99,20 +100,21 @@ KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTra
 """Transports between ranks, several at once, and messages as deltas."""
 
 
-def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
+def run_case_on_rank(kind: str, case: Case, group: RankGroup) -> list[str]:
     """Run the case twice over one set of transports; returns names of wrong destinations.
 
     The second run sends one bucket ahead and reuses maps and staging memory.
     """
+    rank = dist.get_rank()
     sources = elastic_sources(case, rank)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
-    settings = {"timeout": 60, "sends_deltas": kind == "deltas"}
     preference = {"mixed": "auto", "deltas": CollectiveTransport.name}.get(kind, kind)
     if kind == "mixed":  # buffers of odd ranks are not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
-    context = TransportContext(rank, case.source_buffers(), handles, dist.group.WORLD, **settings)
+    buffers = case.source_buffers()
+    context = TransportContext(rank, buffers, handles, group, timeout=60, sends_deltas=kind == "deltas")
     router = TransportSet.connect(context, preference)
     wrong = []
     for is_ahead in (False, True):
@@ -146,21 +148,22 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
 
 def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    group = group_of_all()
     results = {}
     for number, (name, shape) in enumerate(CASES.items()):
         case = build_case(SEED + number, dist.get_world_size(), shape)
         for kind in KINDS:
-            results[kind, name] = run_case_on_rank(kind, case, rank)
-    results[STAGING] = staging_growth_on_rank(rank)
+            results[kind, name] = run_case_on_rank(kind, case, group)
+    results[STAGING] = staging_growth_on_rank(group)
     dist.destroy_process_group()
     return results
 
 
-def staging_growth_on_rank(rank: int) -> list[str]:
+def staging_growth_on_rank(group: RankGroup) -> list[str]:
     """Return differences between the staging memory of the first and third cycle."""
+    rank = dist.get_rank()
     case = build_case(SEED, dist.get_world_size(), CASES["both_directions_large"])
-    transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
+    transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, group, timeout=60))
     shares = [transport.prepare(bucket.transfers) for bucket in case.buckets]
     addresses = []
     for _ in range(3):

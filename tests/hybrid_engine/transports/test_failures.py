@@ -25,7 +25,7 @@ from hybrid_engine.transports.router import (
 )
 from tests.harness.errors import violated
 from tests.harness.launch import on_ranks
-from tests.hybrid_engine.transports.cases import check_error, outcome_of
+from tests.hybrid_engine.transports.cases import check_error, group_of_all, outcome_of
 
 NUMEL = 1000
 
@@ -48,7 +48,7 @@ class Peers:
 
     def __init__(self, **settings: Any) -> None:
         self.rank = dist.get_rank()
-        self.group = dist.new_group([0, 1])
+        self.group = group_of_all()
         context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, **settings)
         self.router = TransportSet.connect(context)
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
@@ -105,8 +105,7 @@ def test_different_plans_are_detected() -> None:
 def test_a_lost_connection_is_an_error() -> None:
     with connected() as peers:
         if peers.rank == 1:
-            dist.destroy_process_group(peers.group)
-            del peers  # closes its connections
+            peers.group.close()
         else:
             check_error(peers.run(0), "TransportError", "bucket 0", "phase transfer", "peer 1")
 
