@@ -222,7 +222,7 @@ class CollectiveTransport(Transport):
     def trim(self) -> Costs:
         """Free the staging memory, which the next bucket allocates again; see the base class."""
         costs = Costs()
-        costs.counts["staging_bytes"] = self.staging_nbytes()
+        costs.counts["staging_bytes"] = sum(flat.numel() for flat in self._staging.values())
         if self._deltas is not None:
             costs.counts["bytes_of_copies"] = self._deltas.copies_nbytes
         self._staging.clear()
@@ -236,10 +236,6 @@ class CollectiveTransport(Transport):
         self._staging.clear()
         if self._deltas is not None:
             self._deltas.close()
-
-    def staging_nbytes(self) -> int:
-        """Return the bytes of staging memory held now."""
-        return sum(staging.numel() for staging in self._staging.values())
 
     # Staging, packing, unpacking.
 

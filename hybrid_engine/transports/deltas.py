@@ -19,6 +19,7 @@ that differs is an error.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -106,35 +107,32 @@ def apply(delta: np.ndarray, old: np.ndarray) -> None:
 
 
 class Deltas:
-    """Copies of a rank's previous messages, and a record of the copies that their receivers have.
+    """Copies of the previous messages that a rank has sent and received.
 
     The copies are in host memory until `close`, as large as the messages of a complete fill.
     """
 
     def __init__(self) -> None:
-        # By bucket, peer, and whether this rank sends.
-        self._copies: dict[tuple[int, int, bool], torch.Tensor] = {}
-        # Messages sent since the last whole fill began; their receivers have the same copy.
-        self._delivered: set[tuple[int, int]] = set()
+        # By bucket and peer. Receivers of the messages sent have the same copy.
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+        self._received: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self, *, whole: bool) -> None:
         """Begin a fill, with the same argument on all ranks. Never raises."""
         if whole:
-            self._delivered.clear()
+            self._sent.clear()
 
     def encode(self, bucket: int, staged: StagedMessage, costs: Costs) -> StagedMessage:
         """Return the message to send: with a delta in place of the contents, if it is smaller."""
         contents = staged.contents
         key = (bucket, staged.message.peer)
-        copy = self._copy(*key, contents, is_sent=True)
         body = contents.numpy()
-        if key in self._delivered:
-            body, num_changed = encode(body, copy.numpy())
+        if key in self._sent:
+            body, num_changed = encode(body, self._sent[key].numpy())
             costs.counts["words_compared"] += contents.numel() // _WORD_NBYTES
             costs.counts["words_changed"] += num_changed
-        copy.copy_(contents)
         # Noted before it is sent: if the fill fails, the next one is whole and starts from nothing.
-        self._delivered.add(key)
+        copy = self._sent.setdefault(key, torch.empty_like(contents)).copy_(contents)
         if len(body) == contents.numel():
             costs.counts["messages_whole"] += 1
             return staged
@@ -148,7 +146,8 @@ class Deltas:
         Raises TransportError if the copy of the last contents differs from the sender's.
         """
         contents = staged.contents
-        copy = self._copy(bucket, staged.message.peer, contents, is_sent=False)
+        key = (bucket, staged.message.peer)
+        copy = self._received.setdefault(key, torch.empty_like(contents))
         if staged.sent_nbytes == contents.numel():
             copy.copy_(contents)
             return
@@ -165,17 +164,9 @@ class Deltas:
     @property
     def copies_nbytes(self) -> int:
         """Bytes of host memory of this rank's copies."""
-        return sum(copy.numel() for copy in self._copies.values())
+        return sum(copy.numel() for copy in chain(self._sent.values(), self._received.values()))
 
     def close(self) -> None:
         """Free the copies; the next fill must be whole."""
-        self._copies.clear()
-        self._delivered.clear()
-
-    def _copy(
-        self, bucket: int, peer: int, contents: torch.Tensor, *, is_sent: bool
-    ) -> torch.Tensor:
-        key = (bucket, peer, is_sent)
-        if key not in self._copies:
-            self._copies[key] = torch.zeros_like(contents)
-        return self._copies[key]
+        self._sent.clear()
+        self._received.clear()
