@@ -62,9 +62,6 @@ CHUNK_NBYTES = 32 * 2**20
 On an H100 it takes 0.1 ms to map a chunk and 0.1 to 0.3 ms to free one, during which copies wait.
 """
 
-# Maximum number of chunks of a buffer that is released only as a whole.
-_LARGE_CHUNKS = 64
-
 AWAY = 0
 """Serial number of a chunk without memory."""
 
@@ -130,15 +127,14 @@ class DeviceHandle(Record, frozen=True, tag=True):
         return sorted(touched)
 
 
-def chunk_nbytes_for(nbytes: int, granule: int, *, in_parts: bool = True) -> int:
+def chunk_nbytes_for(nbytes: int, granule: int) -> int:
     """Return the chunk size of a buffer of `nbytes`, a multiple of the driver's `granule`.
 
-    With `in_parts`, parts of the buffer are released separately. See CHUNK_NBYTES.
+    See CHUNK_NBYTES.
     """
     # Every exported chunk costs its owner an open descriptor; larger buffers have larger chunks.
     # With 253 chunks of 32 MiB a buffer has 7.9 GiB; one of 100 GiB has chunks of 406 MiB.
-    most_chunks = MAX_DESCRIPTORS if in_parts else _LARGE_CHUNKS
-    target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // most_chunks)))
+    target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // MAX_DESCRIPTORS)))
     return round_up(target, granule)
 
 
@@ -159,19 +155,17 @@ class DeviceMemory:
         label: str,
         *,
         resident: bool = True,
-        in_parts: bool = True,
     ) -> None:
         """Reserve `numel` elements and, if `resident`, allocate them; contents are undefined.
 
-        `in_parts`: see `chunk_nbytes_for`. Raises DeviceMemoryError when the device has too little
-        memory; nothing stays allocated.
+        Raises DeviceMemoryError when the device has too little memory; nothing stays allocated.
         """
         granule = driver.granularity()
         self.numel = numel
         self.dtype = dtype
         self.nbytes = numel * dtype.itemsize
         self.reserved_nbytes = round_up(self.nbytes, granule)
-        self.granularity = chunk_nbytes_for(self.nbytes, granule, in_parts=in_parts)
+        self.granularity = chunk_nbytes_for(self.nbytes, granule)
         self._is_open = True
         self.chunks = Chunks(driver, self.reserved_nbytes, self.granularity, label)
         self.address = self.chunks.address

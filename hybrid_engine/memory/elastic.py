@@ -47,7 +47,6 @@ class ElasticBuffer:
         device: torch.device | str = "cpu",
         *,
         resident: bool = True,
-        in_parts: bool = True,
     ) -> None:
         """Reserve `numel` elements: on the CPU zeros without resident pages, on CUDA undefined.
 
@@ -57,7 +56,6 @@ class ElasticBuffer:
             label: visible in /proc/<pid>/maps.
             device: "cpu" or a CUDA device.
             resident: False: on CUDA no memory is allocated until `restore`.
-            in_parts: False: on CUDA memory is released in larger chunks, in fewer calls.
 
         Raises:
             DeviceMemoryError: the device has too little memory.
@@ -72,7 +70,7 @@ class ElasticBuffer:
             memory: HostMemory | DeviceMemory = HostMemory(numel, dtype, label)
         else:
             driver = _require_driver(device)
-            memory = DeviceMemory(driver, numel, dtype, label, resident=resident, in_parts=in_parts)
+            memory = DeviceMemory(driver, numel, dtype, label, resident=resident)
         self.memory = memory
         _open_memories[memory.address] = memory
 
@@ -188,9 +186,7 @@ def reserve_elastic(
     device = torch.device(device)
     if numel == 0 or not is_elastic(device):
         return torch.zeros(numel, dtype=dtype, device=device)
-    # Parameters leave bucket by bucket, other buffers as a whole.
-    in_parts = kind == "param"
-    return ElasticBuffer(numel, dtype, kind, device, resident=False, in_parts=in_parts).tensor
+    return ElasticBuffer(numel, dtype, kind, device, resident=False).tensor
 
 
 def restore_elastic(flat: torch.Tensor, stop: int) -> None:

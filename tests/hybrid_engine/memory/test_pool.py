@@ -72,7 +72,7 @@ class Sides:
 
     def __init__(self, rig: Rig) -> None:
         self.driver = rig.driver
-        self.grads = ElasticBuffer(3 * GRANULE, torch.uint8, device="cuda:0", in_parts=False)
+        self.grads = ElasticBuffer(3 * GRANULE, torch.uint8, device="cuda:0")
         self.grads.release()
         self.params = rig.buffer(2 * CHUNK)
         self.params.tensor.fill_(1)
