@@ -138,141 +138,41 @@ def chunk_nbytes_for(nbytes: int, granule: int) -> int:
     return round_up(target, granule)
 
 
-class DeviceMemory:
-    """An address range of a device, with chunks of physical memory.
-
-    It is freed when neither this object nor a tensor over it is left.
-
-    Attributes:
-        chunks: the chunks, for a pool.
-    """
-
-    def __init__(
-        self,
-        driver: CudaDriver,
-        numel: int,
-        dtype: torch.dtype,
-        label: str,
-        *,
-        resident: bool = True,
-    ) -> None:
-        """Reserve `numel` elements and, if `resident`, allocate them; contents are undefined.
-
-        Raises DeviceMemoryError when the device has too little memory; nothing stays allocated.
-        """
-        granule = driver.granularity()
-        self.numel = numel
-        self.dtype = dtype
-        self.nbytes = numel * dtype.itemsize
-        self.reserved_nbytes = round_up(self.nbytes, granule)
-        self.granularity = chunk_nbytes_for(self.nbytes, granule)
-        self._is_open = True
-        self.chunks = Chunks(driver, self.reserved_nbytes, self.granularity, label)
-        self.address = self.chunks.address
-        self._end = weakref.finalize(self, self.chunks.end)
-        # Tensors may be read until the very end of the process. The driver frees the memory.
-        self._end.atexit = False
-        try:
-            if resident:
-                self.restore(0, self.reserved_nbytes)
-        except BaseException:
-            self._end()
-            raise
-
-    def tensor(self) -> torch.Tensor:
-        """Return a flat tensor over the whole memory, with the dtype of its creation."""
-        self._raise_if_closed()
-        device = self.chunks.driver.device
-        return tensor_over(self.address, self.nbytes, device, self).view(self.dtype)
-
-    def release(self, first: int, last: int) -> None:
-        """Free the chunks of bytes [first, last), whole ones, after the current stream's work.
-
-        Work on other streams that uses the chunks must have ended.
-        """
-        self._raise_if_closed()
-        chunks = self.chunks
-        resident = [index for index in chunks.within(first, last) if chunks.is_resident(index)]
-        if resident:
-            # Once for all chunks. Unmapping does not wait for kernels.
-            chunks.driver.finish_stream()
-        for index in resident:
-            chunks.unmap(index)
-
-    def restore(self, first: int, last: int) -> None:
-        """Allocate the chunks of bytes [first, last) that have no memory; others keep contents.
-
-        Raises DeviceMemoryError for lack of memory; a later call continues from there.
-        """
-        self._raise_if_closed()
-        for index in self.chunks.within(first, last):
-            if not self.chunks.is_resident(index):
-                self.chunks.map(index)
-
-    def resident_nbytes(self) -> int:
-        """Return the bytes of physical memory behind the range now."""
-        self._raise_if_closed()
-        return sum(nbytes for _, nbytes, _ in self.chunks.resident())
-
-    def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
-        """Return a handle for peers, of `numel` elements from byte `offset`.
-
-        From the first call on every resident chunk is exported.
-        """
-        self._raise_if_closed()
-        return DeviceHandle(
-            table=self.chunks.export(),
-            reserved_nbytes=self.reserved_nbytes,
-            chunk_nbytes=self.granularity,
-            offset=offset,
-            numel=numel,
-            dtype=str(dtype).removeprefix("torch."),
-        )
-
-    def close(self) -> None:
-        """End the export, so that peers cannot map the memory again; idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self.chunks.withdraw()
-
-    def _raise_if_closed(self) -> None:
-        if not self._is_open:
-            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
-
-
 class _ChunkedRange:
     """An address range of a device, reserved whole and mapped in chunks.
 
     Attributes:
         address, reserved_nbytes: the range.
+        granularity: bytes of every chunk except the last, which has the rest.
     """
 
     def __init__(self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int) -> None:
         self.driver = driver
         self.reserved_nbytes = reserved_nbytes
-        self._chunk_nbytes = chunk_nbytes
+        self.granularity = chunk_nbytes
         self.address = driver.reserve(reserved_nbytes)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return address and bytes of a chunk; the last one has the rest of the range."""
-        start = index * self._chunk_nbytes
-        return self.address + start, min(self._chunk_nbytes, self.reserved_nbytes - start)
+        """Return address and bytes of a chunk."""
+        start = index * self.granularity
+        return self.address + start, min(self.granularity, self.reserved_nbytes - start)
 
 
 class Chunks(_ChunkedRange):
     """The chunks of an address range, and the table that peers read. Independent of tensors."""
 
-    def __init__(
-        self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str
-    ) -> None:
-        count = -(-reserved_nbytes // chunk_nbytes)
+    def __init__(self, driver: CudaDriver, nbytes: int, label: str) -> None:
+        """Reserve addresses for `nbytes`, without memory."""
+        granule = driver.granularity()
+        chunk_nbytes = chunk_nbytes_for(nbytes, granule)
+        count = -(-nbytes // chunk_nbytes)
         # Handles of physical memory, None while a chunk has none.
         self._handles: list[Any | None] = [None] * count
         self._next_serial = AWAY + 1
         self._is_exported = False
-        self._table_memory = HostMemory(count, torch.int64, f"{label}.chunks")
-        self._table = self._table_memory.tensor().numpy()
-        super().__init__(driver, reserved_nbytes, chunk_nbytes)
+        self._table_memory = HostMemory(count * torch.int64.itemsize, f"{label}.chunks")
+        self._table = self._table_memory.view(0, count, torch.int64).numpy()
+        super().__init__(driver, round_up(nbytes, granule), chunk_nbytes)
         # Descriptors of exported chunks, by number.
         self._descriptors: dict[int, Descriptor] = {}
         # Pieces of a pool behind the chunks, and those of these chunks that have contents.
@@ -283,9 +183,34 @@ class Chunks(_ChunkedRange):
         self._is_inherited = False
         _all_chunks.add(self)
 
+    @property
+    def device(self) -> torch.device:
+        return self.driver.device
+
     def within(self, first: int, last: int) -> range:
         """Return the numbers of the chunks of bytes [first, last)."""
-        return range(first // self._chunk_nbytes, -(-last // self._chunk_nbytes))
+        return range(first // self.granularity, -(-last // self.granularity))
+
+    def release(self, first: int, last: int) -> None:
+        """Free the chunks of bytes [first, last), whole ones, after the current stream's work.
+
+        Work on other streams that uses the chunks must have ended.
+        """
+        resident = [index for index in self.within(first, last) if self.is_resident(index)]
+        if resident:
+            # Once for all chunks. Unmapping does not wait for kernels.
+            self.driver.finish_stream()
+        for index in resident:
+            self.unmap(index)
+
+    def restore(self, first: int, last: int) -> None:
+        """Allocate the chunks of bytes [first, last) that have no memory; others keep contents.
+
+        Raises DeviceMemoryError for lack of memory; a later call continues from there.
+        """
+        for index in self.within(first, last):
+            if not self.is_resident(index):
+                self.map(index)
 
     def is_resident(self, index: int) -> bool:
         if index in self._pieces:
@@ -310,8 +235,12 @@ class Chunks(_ChunkedRange):
         # A chunk may hold several pieces, of which each must be late.
         for index, pieces in self._pieces.items():
             if all(piece.is_late for piece in pieces):
-                start = index * self._chunk_nbytes
+                start = index * self.granularity
                 yield start, start + self._place(index)[1]
+
+    def resident_nbytes(self) -> int:
+        """Return the bytes of physical memory behind the range now."""
+        return sum(nbytes for _, nbytes, _ in self.resident())
 
     def settle(self, pieces: Sequence[tuple[int, PoolPiece]]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.
@@ -419,29 +348,30 @@ class Chunks(_ChunkedRange):
         self._handles[index] = None
         self.driver.release(handle)
 
-    def export(self) -> BufferHandle:
-        """Export every chunk, now and whenever it is restored; return the handle of the table."""
+    def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
+        """Return a handle for peers, of `numel` elements from byte `offset`.
+
+        From the first call on every resident chunk is exported.
+        """
         _raise_limit()
         # Chunks that were published before keep their serial numbers.
         for index in range(len(self._handles)):
             if self.is_resident(index) and self._table[index] == AWAY:
                 self._publish(index)
         self._is_exported = True
-        return self._table_memory.handle(0, self._table.size, torch.int64)
+        return DeviceHandle(
+            table=self._table_memory.handle(0, self._table.size, torch.int64),
+            reserved_nbytes=self.reserved_nbytes,
+            chunk_nbytes=self.granularity,
+            offset=offset,
+            numel=numel,
+            dtype=str(dtype).removeprefix("torch."),
+        )
 
     def disown(self) -> None:
         """Close inherited descriptors in a forked child; table and memory are the parent's."""
         self._is_inherited = True
         self._descriptors.clear()
-
-    def withdraw(self) -> None:
-        """End the export of all chunks."""
-        if self._is_inherited:
-            return
-        self._is_exported = False
-        for index in range(len(self._handles)):
-            self._withdraw(index)
-        self._table_memory.close()
 
     def end(self) -> None:
         """Free everything; the range must not be used afterwards."""
@@ -449,7 +379,6 @@ class Chunks(_ChunkedRange):
             return
         # Kernels on any stream may still use the memory.
         self.driver.synchronize()
-        self.withdraw()
         for index, handle in enumerate(self._handles):
             if index in self._pieces:
                 self._leave(index)

@@ -4,13 +4,12 @@
       .tensor, .address                       flat, and constant for the buffer's life
       .release(start, stop)                   frees memory of the range; contents are lost
       .restore(start, stop)                   allocates it again: zero on the CPU, undefined on CUDA
-      .export() -> Handle                     small and picklable; valid while the buffer is open
-                                              and its process lives
+      .export() -> Handle                     small and picklable; valid while the buffer exists
     with reading(handle) as flat:             in another process of the host: the same memory
 
 A released range reads as zeros on the CPU and is allocated again when touched; on CUDA it must not
 be touched before `restore`. A peer keeps host pages mapped (`host_pages.map_pages`), and device
-memory only while it reads it (`open_peer`). The memory lives as long as any tensor over it.
+memory only while it reads it (`open_peer`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ import torch
 
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
-from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory, DevicePeer
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages, round_up
+from hybrid_engine.memory.device_pages import Chunks, DeviceHandle, DevicePeer
+from hybrid_engine.memory.host_pages import (
+    BufferHandle,
+    HostMemory,
+    map_pages,
+    round_up,
+    tensor_over,
+)
 
 Handle = BufferHandle | DeviceHandle
 
@@ -32,11 +37,13 @@ Handle = BufferHandle | DeviceHandle
 class ElasticBuffer:
     """A flat tensor whose memory can be released and restored at one address, whole or in part.
 
-    Several objects may stand for one memory.
+    When neither this object nor a tensor over it is left, the memory is freed and no peer can map
+    it again.
 
     Attributes:
-        memory: owner of pages, descriptors and mapping; lasts until neither such an object nor a
-            tensor over it is left. `close` ends the export.
+        nbytes: bytes of the tensor, resident or not.
+        address: start of the tensor; constant.
+        memory: owner of pages, descriptors and mapping.
     """
 
     def __init__(
@@ -45,20 +52,16 @@ class ElasticBuffer:
         dtype: torch.dtype,
         label: str = "buffer",
         device: torch.device | str = "cpu",
-        *,
-        resident: bool = True,
     ) -> None:
-        """Reserve `numel` elements: on the CPU zeros without resident pages, on CUDA undefined.
+        """Reserve `numel` elements; on CUDA no memory is allocated until `restore`.
 
         Args:
             numel: elements.
             dtype: dtype of the tensor.
             label: visible in /proc/<pid>/maps.
             device: "cpu" or a CUDA device.
-            resident: False: on CUDA no memory is allocated until `restore`.
 
         Raises:
-            DeviceMemoryError: the device has too little memory.
             StateError: the device has no elastic buffers (`allocate_elastic` then returns an
                 ordinary tensor).
             ValueError: `numel` is below 1.
@@ -66,28 +69,23 @@ class ElasticBuffer:
         if numel < 1:
             raise ValueError(f"numel must be >= 1, got {numel}")
         device = torch.device(device)
+        self._numel = numel
+        self._dtype = dtype
+        self.nbytes = numel * dtype.itemsize
         if device.type == "cpu":
-            memory: HostMemory | DeviceMemory = HostMemory(numel, dtype, label)
+            self.memory: HostMemory | Chunks = HostMemory(self.nbytes, label)
         else:
-            driver = _require_driver(device)
-            memory = DeviceMemory(driver, numel, dtype, label, resident=resident)
-        self.memory = memory
-        _open_memories[memory.address] = memory
+            self.memory = Chunks(_require_driver(device), self.nbytes, label)
+            # Tensors may be read until the very end of the process. The driver frees the memory.
+            weakref.finalize(self, self.memory.end).atexit = False
+        self.address = self.memory.address
+        _buffers[self.address] = self
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Flat tensor over the whole buffer. Raises StateError after `close`."""
-        return self.memory.tensor()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, resident or not."""
-        return self.memory.nbytes
-
-    @property
-    def address(self) -> int:
-        """Start address of the tensor; constant for the buffer's life."""
-        return self.memory.address
+        """Flat tensor over the whole buffer."""
+        flat = tensor_over(self.address, self.nbytes, self.memory.device, self)
+        return flat.view(self._dtype)
 
     @property
     def granularity(self) -> int:
@@ -99,7 +97,7 @@ class ElasticBuffer:
 
         Bounds are rounded inwards to whole granules, of which the last ends with the buffer. On
         CUDA this waits for the current stream, and the memory is free once no peer has it mapped.
-        Raises ValueError on an invalid range and StateError after `close`.
+        Raises ValueError on an invalid range.
         """
         start, stop = self._checked(start, stop)
         memory = self.memory
@@ -129,22 +127,12 @@ class ElasticBuffer:
             memory.restore(first, last)
 
     def resident_nbytes(self) -> int:
-        """Return the bytes of physical memory behind the buffer, whole granules.
-
-        Raises StateError after `close`.
-        """
+        """Return the bytes of physical memory behind the buffer, whole granules."""
         return self.memory.resident_nbytes()
 
     def export(self) -> Handle:
-        """Return the handle of the whole buffer, for peers. Raises StateError after `close`."""
-        return self.memory.handle(0, self.memory.numel, self.memory.dtype)
-
-    def close(self) -> None:
-        """End the export of the buffer; idempotent. The last tensor over it frees the memory."""
-        self.memory.close()
-        # After a second `close` another buffer may have the same address.
-        if _open_memories.get(self.address) is self.memory:
-            del _open_memories[self.address]
+        """Return the handle of the whole buffer, for peers."""
+        return self.memory.handle(0, self._numel, self._dtype)
 
     def _checked(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = self.nbytes if stop is None else stop
@@ -186,7 +174,7 @@ def reserve_elastic(
     device = torch.device(device)
     if numel == 0 or not is_elastic(device):
         return torch.zeros(numel, dtype=dtype, device=device)
-    return ElasticBuffer(numel, dtype, kind, device, resident=False).tensor
+    return ElasticBuffer(numel, dtype, kind, device).tensor
 
 
 def restore_elastic(flat: torch.Tensor, stop: int) -> None:
@@ -200,17 +188,11 @@ def restore_elastic(flat: torch.Tensor, stop: int) -> None:
 
 
 def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
-    """Return the open elastic buffer of this process that contains the tensor's storage, if any."""
+    """Return the elastic buffer of this process that contains the tensor's storage, if any."""
     if tensor.device.type not in ("cpu", "cuda"):
         return None
     # Storages over elastic memory begin at the address of the memory.
-    memory = _open_memories.get(tensor.untyped_storage().data_ptr())
-    if memory is None:
-        return None
-    # Another object than the creator's, who may have dropped that and kept the tensor.
-    buffer = ElasticBuffer.__new__(ElasticBuffer)
-    buffer.memory = memory
-    return buffer
+    return _buffers.get(tensor.untyped_storage().data_ptr())
 
 
 def export_tensor(tensor: torch.Tensor) -> Handle | None:
@@ -231,7 +213,7 @@ def open_peer(handle: DeviceHandle, device: torch.device | str = "cuda") -> Devi
     """Return a peer for the device memory behind `handle`, to be mapped while it is read.
 
     `device`: the CUDA device of this process that will read it. Raises TransportError, with the
-    remedy, when the owner is on another host, of another user, or has ended or closed the buffer.
+    remedy, when the owner is on another host, of another user, or has ended or freed the buffer.
     """
     return DevicePeer(handle, _require_driver(torch.device(device)))
 
@@ -249,9 +231,8 @@ def reading(handle: Handle, device: torch.device | str = "cuda") -> Iterator[tor
         yield flat
 
 
-# Open memories of this process, by address.
-_open_memories: weakref.WeakValueDictionary[int, HostMemory | DeviceMemory]
-_open_memories = weakref.WeakValueDictionary()
+# Buffers of this process, by address.
+_buffers: weakref.WeakValueDictionary[int, ElasticBuffer] = weakref.WeakValueDictionary()
 
 
 def _require_driver(device: torch.device) -> CudaDriver:

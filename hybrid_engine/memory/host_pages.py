@@ -179,18 +179,18 @@ class PoolPiece:
 
 
 class HostMemory(_FileMapping):
-    """A memory file of this process, for a tensor of `numel` elements.
+    """A memory file of this process.
 
     Inference may borrow a part from its start, once all is released: pages of that part stay, and
     release and restore of the whole only note whose contents they have.
     """
 
     granularity = PAGE
-    chunks = None  # only memory of a device has them
+    device = torch.device("cpu")
     is_late = False
 
-    def __init__(self, numel: int, dtype: torch.dtype, label: str) -> None:
-        """Reserve `numel` elements, none resident yet. `label` is visible in /proc/<pid>/maps.
+    def __init__(self, nbytes: int, label: str) -> None:
+        """Reserve bytes, none resident yet. `label` is visible in /proc/<pid>/maps.
 
         Raises DependencyError without memory files, and OSError.
         """
@@ -200,26 +200,18 @@ class HostMemory(_FileMapping):
                 "glibc 2.27 or later",
                 code="no-memfd",
             )
-        self.numel = numel
-        self.dtype = dtype
-        self.nbytes = numel * dtype.itemsize
         safe_label = re.sub(r"[^A-Za-z0-9_-]", "_", label)[:64]
         self.token = f"hybrid_engine.{safe_label}.{secrets.token_hex(8)}"
         fd = os.memfd_create(self.token)
         try:
-            os.ftruncate(fd, round_up(self.nbytes, PAGE))
-            super().__init__(fd, round_up(self.nbytes, PAGE))
+            os.ftruncate(fd, round_up(nbytes, PAGE))
+            super().__init__(fd, round_up(nbytes, PAGE))
         except BaseException:
             os.close(fd)
             raise
-        self._file: Descriptor | None = Descriptor(fd)
+        self._file = Descriptor(fd)
         self._piece: PoolPiece | None = None
         self.lent_nbytes = 0
-
-    def tensor(self) -> torch.Tensor:
-        """Return a flat tensor over the whole memory, with the dtype of its creation."""
-        self._open_file()
-        return self.view(0, self.numel, self.dtype)
 
     def release(self, first: int, last: int) -> None:
         """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
@@ -236,12 +228,11 @@ class HostMemory(_FileMapping):
             if first == last:
                 return
         # Unlike madvise(MADV_DONTNEED) it frees the file's pages, for all mappings.
-        if libc().fallocate(self._open_file().fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
+        if libc().fallocate(self._file.fd, _PUNCH_HOLE | _KEEP_SIZE, first, last - first):
             raise_errno(f"fallocate(PUNCH_HOLE) of {last - first} bytes at {first}")
 
     def restore(self, first: int, last: int) -> None:
-        """Check that the memory is open; a page is allocated, zero, when it is touched."""
-        self._open_file()
+        """Take the pages of a loan back, zero; any other page is allocated when it is touched."""
         if self._is_lent:
             assert self._piece is not None
             self._piece.take("training", self)
@@ -267,7 +258,7 @@ class HostMemory(_FileMapping):
         self._piece = piece
         self.lent_nbytes = self.reserved_nbytes
         self._permit(_PROT_NONE)
-        return self._open_file().fd
+        return self._file.fd
 
     def end_loan(self) -> None:
         """Free all pages, unless training has contents in them; nobody maps them any more."""
@@ -289,27 +280,18 @@ class HostMemory(_FileMapping):
         """Return the bytes of physical memory behind the file now, whole pages."""
         if self._is_lent:
             return 0
-        return os.fstat(self._open_file().fd).st_blocks * _STAT_BLOCK
+        return os.fstat(self._file.fd).st_blocks * _STAT_BLOCK
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> BufferHandle:
         """Return a handle for peers, of `numel` elements from byte `offset`."""
         return BufferHandle(
-            address=self._open_file().offer(self.token),
+            address=self._file.offer(self.token),
             token=self.token,
             file_nbytes=self.reserved_nbytes,
             offset=offset,
             numel=numel,
             dtype=str(dtype).removeprefix("torch."),
         )
-
-    def close(self) -> None:
-        """Close the file, so that no other peer can map it; idempotent."""
-        self._file = None
-
-    def _open_file(self) -> Descriptor:
-        if self._file is None:
-            raise StateError("the elastic buffer is closed", code="buffer-is-closed")
-        return self._file
 
 
 def map_pages(handle: BufferHandle) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.arena import QueuedCopy
+from hybrid_engine.memory.device_pages import Chunks
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ranks.digests import box_digest
@@ -340,9 +341,9 @@ class Storage:
     def late_ranges(self) -> Spans:
         """Return the byte ranges that are copied and that inference takes late, or never."""
         ranges = Spans()
-        chunks = self.buffer and self.buffer.memory.chunks
-        if self.action == "copy" and chunks:
-            for start, stop in chunks.late_ranges():
+        memory = self.buffer and self.buffer.memory
+        if self.action == "copy" and isinstance(memory, Chunks):
+            for start, stop in memory.late_ranges():
                 ranges.add(start, min(stop, self.nbytes))
         return ranges
 

@@ -305,14 +305,13 @@ class Offloader:
 
     def chunks(self, kinds: Collection[Kind]) -> dict[Kind, list[Chunks | HostMemory]]:
         """Return the memories of elastic storages, by kind; only kinds that have state."""
-        chunks: dict[Kind, list[Chunks | HostMemory]] = {}
+        memories: dict[Kind, list[Chunks | HostMemory]] = {}
         for storage in (self._inventory or self._survey()).storages:
             if storage.kind in kinds:
-                of_kind = chunks.setdefault(storage.kind, [])
-                if storage.buffer:
-                    memory = storage.buffer.memory
-                    of_kind.append(memory if isinstance(memory, HostMemory) else memory.chunks)
-        return chunks
+                of_kind = memories.setdefault(storage.kind, [])
+                if storage.buffer is not None:
+                    of_kind.append(storage.buffer.memory)
+        return memories
 
     def away_nbytes(self) -> dict[Kind, int]:
         """Return the bytes of device memory that an onload would allocate, by kind."""

@@ -27,7 +27,7 @@ import torch
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
 from hybrid_engine.layouts.memory import MIB
-from hybrid_engine.memory.elastic import ElasticBuffer, Handle, is_elastic, reading
+from hybrid_engine.memory.elastic import Handle, allocate_elastic, is_elastic, reading
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
 from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
@@ -406,19 +406,18 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
     requires such access.
     """
     reason = ""
-    with ExitStack() as probes:
-        with job.agreement.phase(_PHASE):
-            exported: dict[BufferId, Handle] = {}
-            try:
-                if is_elastic(job.device):
-                    exported = {BufferId(job.rank, "probe"): _probe(job, probes)}
-            except TransportError as error:
-                reason = f"rank {job.rank} cannot offer its memory: {error}"
-        handles = _gather_handles(job, exported, group)
-        with job.agreement.phase(_PHASE):
-            reason = reason or _obstacle(job, handles)
-        # Probes stay open until every rank has read them: this gather comes after all reads.
-        gathered: Sequence[str] = job.agreement.gather(reason, str, _PHASE)
+    with job.agreement.phase(_PHASE):
+        exported: dict[BufferId, Handle] = {}
+        try:
+            probe = _probe(job)
+            exported = export_handles(job.rank, {"probe": probe})
+        except TransportError as error:
+            reason = f"rank {job.rank} cannot offer its memory: {error}"
+    handles = _gather_handles(job, exported, group)
+    with job.agreement.phase(_PHASE):
+        reason = reason or _obstacle(job, handles)
+    # `probe` lives until every rank has read it: this gather comes after all reads.
+    gathered: Sequence[str] = job.agreement.gather(reason, str, _PHASE)
     reasons: dict[str, str] = {}
     for host, host_reason in zip(job.hosts, gathered, strict=True):
         if host_reason:
@@ -453,15 +452,13 @@ def _log_transports(job: Job, reasons: Mapping[str, str]) -> None:
     logger.info("[Reshard] ranks that read each other's memory: %s%s", listed, remote)
 
 
-def _probe(job: Job, owner: ExitStack) -> Handle:
-    """Export a buffer that contains this rank's number; `owner` closes it."""
-    probe = ElasticBuffer(1, torch.int64, "probe", job.device)
-    owner.callback(probe.close)
-    probe.tensor.fill_(job.rank)
+def _probe(job: Job) -> torch.Tensor:
+    """Return a tensor that contains this rank's number, elastic if possible."""
+    probe = allocate_elastic(1, torch.int64, job.device, "probe").fill_(job.rank)
     if job.device.type == "cuda":
         # Peers read without waiting for this rank's stream.
         torch.cuda.synchronize(job.device)
-    return probe.export()
+    return probe
 
 
 def _obstacle(job: Job, probes: Mapping[BufferId, Handle]) -> str:

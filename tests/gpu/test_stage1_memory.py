@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -105,72 +105,71 @@ class TestMemory:
         flat = allocate_elastic(values.numel(), torch.float32, target.elastic, "param")
         buffer = exported_buffer_of(flat)
         assert buffer is not None, "no elastic memory in spite of a driver"
-        with closing(buffer):
-            assert not flat.any(), "it was not zero"
-            flat.copy_(values)
-            address = flat.data_ptr()
-            kept = slice(0, buffer.granularity // 4)
-            before = target.taken_nbytes()
-            resident = buffer.resident_nbytes()
-            buffer.release(buffer.granularity)
-            freed = before - target.taken_nbytes()
-            note(f"{size(freed)} freed", nbytes=freed)
-            assert freed == pytest.approx(resident - buffer.granularity, abs=driver.granularity()), "bytes freed"
-            assert buffer.resident_nbytes() == buffer.granularity
-            buffer.restore()
-            assert flat.data_ptr() == address
-            assert torch.equal(flat[kept], values[kept]), "what was kept changed"
-            flat.fill_(2)
-            assert flat.sum(dtype=torch.float64).item() == 2 * values.numel(), "memory that came back has wrong values"
+        assert not flat.any(), "it was not zero"
+        flat.copy_(values)
+        address = flat.data_ptr()
+        kept = slice(0, buffer.granularity // 4)
+        before = target.taken_nbytes()
+        resident = buffer.resident_nbytes()
+        buffer.release(buffer.granularity)
+        freed = before - target.taken_nbytes()
+        note(f"{size(freed)} freed", nbytes=freed)
+        assert freed == pytest.approx(resident - buffer.granularity, abs=driver.granularity()), "bytes freed"
+        assert buffer.resident_nbytes() == buffer.granularity
+        buffer.restore()
+        assert flat.data_ptr() == address
+        assert torch.equal(flat[kept], values[kept]), "what was kept changed"
+        flat.fill_(2)
+        assert flat.sum(dtype=torch.float64).item() == 2 * values.numel(), "memory that came back has wrong values"
 
     def test_buffer_mapped_as_by_a_peer(self, driver: CudaDriver, target: Target) -> None:
         """Map the same memory a second time, as another process does."""
         chunk = device_pages.CHUNK_NBYTES
         values = torch.arange(2 * chunk // 4, dtype=torch.float32, device=target.device)
-        with closing(new_buffer(target, 2 * chunk)) as buffer:
-            buffer.tensor.view(torch.float32).copy_(values)
-            synchronize(target.device)
-            try:
-                with reading(buffer.export(), target.elastic) as mapped:
-                    assert torch.equal(mapped.view(torch.float32), values), "the mapping has other values"
-            except TransportError as error:
-                pytest.skip(str(error))
+        buffer = new_buffer(target, 2 * chunk)
+        buffer.tensor.view(torch.float32).copy_(values)
+        synchronize(target.device)
+        try:
+            with reading(buffer.export(), target.elastic) as mapped:
+                assert torch.equal(mapped.view(torch.float32), values), "the mapping has other values"
+        except TransportError as error:
+            pytest.skip(str(error))
 
     @pytest.mark.gpu
     def test_forked_child(self, driver: CudaDriver, target: Target, note: Note) -> None:
         """A DataLoader's worker inherits descriptors, which must not keep the memory."""
-        with closing(new_buffer(target, 4 * device_pages.CHUNK_NBYTES)) as buffer:
-            buffer.export()
-            before = target.taken_nbytes()
-            with forked_child():
-                buffer.release()
-                freed = before - target.taken_nbytes()
-            note(f"{size(freed)} of {size(buffer.nbytes)} freed while a forked child lives", nbytes=freed)
-            remedy = "the child holds the rest: do not fork after the engine is built (DataLoader: spawn)"
-            assert freed >= 0.9 * buffer.nbytes, remedy
+        buffer = new_buffer(target, 4 * device_pages.CHUNK_NBYTES)
+        buffer.export()
+        before = target.taken_nbytes()
+        with forked_child():
+            buffer.release()
+            freed = before - target.taken_nbytes()
+        note(f"{size(freed)} of {size(buffer.nbytes)} freed while a forked child lives", nbytes=freed)
+        remedy = "the child holds the rest: do not fork after the engine is built (DataLoader: spawn)"
+        assert freed >= 0.9 * buffer.nbytes, remedy
 
     def test_release_behind_a_kernel(self, driver: CudaDriver, target: Target, note: Note) -> None:
         """A release must wait for queued work on the memory; work of other streams continues."""
         device = target.device
         chunk = device_pages.CHUNK_NBYTES
-        with closing(new_buffer(target, 3 * chunk)) as buffer:
-            flat = buffer.tensor.view(torch.int32)
-            matrix = torch.eye(sizes_on(target).matrix_size, device=device)
-            other = torch.cuda.Stream(device) if device.type == "cuda" else None
-            synchronize(device)
-            with torch.cuda.stream(other):
-                for _ in range(200):
-                    matrix = matrix @ matrix
-            for value in range(50):
-                flat.fill_(value).add_(1)
-            seconds = seconds_of(device, lambda: buffer.release(chunk))
-            note(f"after {seconds * 1e3:.1f} ms", seconds=seconds)
-            synchronize(device)
-            assert bool((flat[: chunk // 4] == 50).all()), "what was kept has wrong values"
-            assert bool((matrix.diagonal() == 1).all()), "the other stream's matrix has wrong values"
-            buffer.restore()
-            restored = int(flat.fill_(2).sum(dtype=torch.int64))
-            assert restored == 2 * flat.numel(), "memory that came back has wrong values"
+        buffer = new_buffer(target, 3 * chunk)
+        flat = buffer.tensor.view(torch.int32)
+        matrix = torch.eye(sizes_on(target).matrix_size, device=device)
+        other = torch.cuda.Stream(device) if device.type == "cuda" else None
+        synchronize(device)
+        with torch.cuda.stream(other):
+            for _ in range(200):
+                matrix = matrix @ matrix
+        for value in range(50):
+            flat.fill_(value).add_(1)
+        seconds = seconds_of(device, lambda: buffer.release(chunk))
+        note(f"after {seconds * 1e3:.1f} ms", seconds=seconds)
+        synchronize(device)
+        assert bool((flat[: chunk // 4] == 50).all()), "what was kept has wrong values"
+        assert bool((matrix.diagonal() == 1).all()), "the other stream's matrix has wrong values"
+        buffer.restore()
+        restored = int(flat.fill_(2).sum(dtype=torch.int64))
+        assert restored == 2 * flat.numel(), "memory that came back has wrong values"
 
 
 class TestOffload:
@@ -277,7 +276,9 @@ def job_on(target: Target) -> RankJob:
 
 
 def new_buffer(target: Target, nbytes: int) -> ElasticBuffer:
-    return ElasticBuffer(nbytes, torch.uint8, device=target.elastic)
+    buffer = ElasticBuffer(nbytes, torch.uint8, device=target.elastic)
+    buffer.restore()
+    return buffer
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,9 +24,11 @@ def _resource_tracker() -> None:
     resource_tracker.ensure_running()
 
 
-def new_buffer() -> AbstractContextManager[ElasticBuffer]:
-    """Return a buffer for a block. pytest would hold a fixture during the check for leftovers."""
-    return closing(ElasticBuffer(NUMEL, torch.float32, device=torch.device("cuda", 0)))
+def new_buffer() -> ElasticBuffer:
+    """Return a buffer. pytest would hold a fixture during the check for leftovers."""
+    buffer = ElasticBuffer(NUMEL, torch.float32, device=torch.device("cuda", 0))
+    buffer.restore()
+    return buffer
 
 
 def send_sum(handle: Any, connection: Connection) -> None:
@@ -67,17 +69,17 @@ def hold(handle: Any, connection: Connection) -> None:
 def test_memory_is_taken_while_any_process_maps_it() -> None:
     context = multiprocessing.get_context("spawn")
     parent, child = context.Pipe()
-    with new_buffer() as buffer:
-        process = context.Process(target=hold, args=(buffer.export(), child), daemon=True)
-        process.start()
-        assert parent.recv() == "mapped"
-        free_before = torch.cuda.mem_get_info()[0]
-        nbytes = buffer.resident_nbytes()
-        buffer.release()
-        assert torch.cuda.mem_get_info()[0] == free_before
-        parent.send("unmap")
-        assert parent.recv() == "unmapped"
-        assert torch.cuda.mem_get_info()[0] == free_before + nbytes
+    buffer = new_buffer()
+    process = context.Process(target=hold, args=(buffer.export(), child), daemon=True)
+    process.start()
+    assert parent.recv() == "mapped"
+    free_before = torch.cuda.mem_get_info()[0]
+    nbytes = buffer.resident_nbytes()
+    buffer.release()
+    assert torch.cuda.mem_get_info()[0] == free_before
+    parent.send("unmap")
+    assert parent.recv() == "unmapped"
+    assert torch.cuda.mem_get_info()[0] == free_before + nbytes
     parent.send("end")
     process.join()
     parent.close()
@@ -87,12 +89,12 @@ def test_memory_is_taken_while_any_process_maps_it() -> None:
 @pytest.mark.parametrize(("is_exported_before", "waits"), [(False, True), (True, False), (False, False)])
 def test_a_peer_that_reads_too_early_is_reported(is_exported_before: bool, waits: bool, reports: Reports) -> None:
     stream = torch.cuda.Stream()
-    with new_buffer() as buffer:
-        if is_exported_before:
-            buffer.export()
-        _kept = fill_late(buffer, stream)
-        if waits:
-            stream.synchronize()
-        assert (sum_of_peer(buffer) == NUMEL) is waits
-        assert ("has not waited for a copy to, which writes" in reports.new()) is not waits
+    buffer = new_buffer()
+    if is_exported_before:
+        buffer.export()
+    _kept = fill_late(buffer, stream)
+    if waits:
         stream.synchronize()
+    assert (sum_of_peer(buffer) == NUMEL) is waits
+    assert ("has not waited for a copy to, which writes" in reports.new()) is not waits
+    stream.synchronize()

@@ -24,8 +24,8 @@ from hybrid_engine.errors import DeviceMemoryError, OffloadError
 from hybrid_engine.memory import arena
 from hybrid_engine.memory.arena import Copier, QueuedCopy
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
-from hybrid_engine.memory.device_pages import Chunks, DeviceMemory, DevicePeer
-from hybrid_engine.memory.elastic import ElasticBuffer, open_peer
+from hybrid_engine.memory.device_pages import Chunks, DevicePeer
+from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
 from hybrid_engine.memory.host_pages import tensor_over
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Kind, Storage
 from hybrid_engine.memory.offloader import Offloader
@@ -164,11 +164,11 @@ def given_up_on_the_way_back() -> None:
 def ended_while_it_is_written() -> None:
     ones = torch.ones(NUMEL, pin_memory=True)
     stream = torch.cuda.Stream()
-    with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            buffer.tensor.copy_(ones, non_blocking=True)
-    del buffer
+    flat = allocate_elastic(NUMEL, torch.float32, DEVICE, "param")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        flat.copy_(ones, non_blocking=True)
+    del flat
     gc.collect()
     torch.cuda.synchronize()
 
@@ -177,18 +177,14 @@ def ended_while_it_is_written() -> None:
 def read_as_a_peer() -> Iterator[None]:
     """Queue a read of memory through another mapping, which ends with the block."""
     on_host = torch.zeros(NUMEL, pin_memory=True)
-    with closing(ElasticBuffer(NUMEL, torch.float32, device=DEVICE)) as buffer:
-        buffer.tensor.fill_(1)
-        torch.cuda.synchronize()
-        with (
-            closing(open_peer(buffer.export(), DEVICE)) as peer,
-            suppress(ZeroDivisionError),
-            peer.mapped() as flat,
-        ):
-            on_host.copy_(flat, non_blocking=True)
-            yield
-        torch.cuda.synchronize()
-        assert on_host.sum().item() == NUMEL
+    flat = allocate_elastic(NUMEL, torch.float32, DEVICE, "param").fill_(1)
+    torch.cuda.synchronize()
+    peer = open_peer(export_tensor(flat), DEVICE)
+    with closing(peer), suppress(ZeroDivisionError), peer.mapped() as mapped:
+        on_host.copy_(mapped, non_blocking=True)
+        yield
+    torch.cuda.synchronize()
+    assert on_host.sum().item() == NUMEL
 
 
 def read() -> None:
@@ -326,7 +322,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
     "pages go before they are saved": Mutant("leaves in parts", Storage, "wait_saved", Offloader._release_saved),
     "pages go before they are read": Mutant(
-        "is read while it is saved", CudaDriver, "finish_stream", DeviceMemory.release
+        "is read while it is saved",
+        CudaDriver,
+        "finish_stream",
+        Chunks.release,
     ),
     "contents are used before they are back": Mutant(
         "comes late", QueuedCopy, "wait", Storage._await_arrivals, _no_seconds

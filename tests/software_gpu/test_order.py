@@ -232,6 +232,7 @@ def test_a_graph_with_released_memory_is_an_error(reports: Reports) -> None:
         "import torch\n"
         "from hybrid_engine.memory.elastic import ElasticBuffer\n"
         "buffer = ElasticBuffer(1024, torch.float32, device=torch.device('cuda', 0))\n"
+        "buffer.restore()\n"
         "graph = torch.cuda.CUDAGraph()\n"
         "with torch.cuda.graph(graph):\n"
         "    buffer.tensor.add_(1)\n"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -81,17 +81,18 @@ def grant_to_second(buffer: ElasticBuffer, flags: str) -> None:
 
 def test_mapped_memory_is_accessible_to_the_listed_devices_only() -> None:
     """The driver grants access per device; a buffer is mapped for its own device only."""
-    with closing(ElasticBuffer(NUMEL, torch.float32, device="cuda:0")) as buffer:
-        buffer.tensor.fill_(1)
-        for flags in ("", "PROT_READWRITE", "PROT_NONE"):
-            if flags:
-                grant_to_second(buffer, flags)
-            if flags == "PROT_READWRITE":
-                assert read_on(1, buffer.tensor) == NUMEL
-            else:
-                with pytest.raises(InterpreterError, match="illegal memory access"):
-                    read_on(1, buffer.tensor)
-            assert read_on(0, buffer.tensor) == NUMEL, "the first device has no access"
+    buffer = ElasticBuffer(NUMEL, torch.float32, device="cuda:0")
+    buffer.restore()
+    flat = buffer.tensor.fill_(1)
+    for flags in ("", "PROT_READWRITE", "PROT_NONE"):
+        if flags:
+            grant_to_second(buffer, flags)
+        if flags == "PROT_READWRITE":
+            assert read_on(1, flat) == NUMEL
+        else:
+            with pytest.raises(InterpreterError, match="illegal memory access"):
+                read_on(1, flat)
+        assert read_on(0, flat) == NUMEL, "the first device has no access"
 
 
 def map_for_the_second() -> None:

@@ -47,7 +47,9 @@ class Rig:
         patch.setattr(device_pages, "CHUNK_NBYTES", CHUNK)
 
     def buffer(self, nbytes: int) -> ElasticBuffer:
-        return ElasticBuffer(nbytes, torch.uint8, device="cuda:0")
+        buffer = ElasticBuffer(nbytes, torch.uint8, device="cuda:0")
+        buffer.restore()
+        return buffer
 
     def assert_empty(self) -> None:
         gc.collect()

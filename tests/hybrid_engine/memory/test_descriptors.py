@@ -95,7 +95,7 @@ def drop_capabilities() -> None:
 def test_a_process_in_another_namespace_without_permissions_can_read(handle: BufferHandle):
     """switch/test_setup.py tests device memory, since CUDA does not work in a forked child."""
     owner = os.getpid()
-    fd = kept[0].memory._open_file().fd
+    fd = kept[0].memory._file.fd
 
     def read() -> None:
         enter_a_process_namespace()  # applies to children only

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import descriptors
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, export_tensor, exported_buffer_of, reading
 from hybrid_engine.memory.host_pages import map_pages
@@ -64,7 +64,6 @@ def test_a_release_takes_only_whole_pages_inside_and_restored_ones_are_zero(data
         for _ in range(2):
             buffer.restore(*sorted(data.draw(st.tuples(ends, ends))))
         assert torch.equal(buffer.tensor, expected)
-    buffer.close()
 
 
 def test_an_invalid_range_is_refused():
@@ -77,31 +76,14 @@ def test_an_invalid_range_is_refused():
         ElasticBuffer(0, torch.uint8)
 
 
-def test_close_is_idempotent_and_a_tensor_outlives_it():
-    buffer = ElasticBuffer(PAGE, torch.float32)
-    view = buffer.tensor.fill_(2)[5:]
-    buffer.close()
-    buffer.close()
-    methods = (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes)
-    for action in (*methods, lambda b: b.tensor):
-        with refused(StateError, "buffer-is-closed"):
-            action(buffer)
-    del buffer
-    gc.collect()
-    assert bool((view == 2).all())
-    assert exported_buffer_of(view) is None
-
-
 def test_nothing_leaks():
     gc.collect()
     fds = num_open_fds()
     mappings = num_mappings()
-    for number in range(20):
+    for _ in range(20):
         buffer = ElasticBuffer(PAGE, torch.float32)
         peer = map_pages(buffer.export())
         tensor = allocate_elastic(PAGE, torch.float32, "cpu", "grad")
-        if number % 2:
-            buffer.close()
     assert num_mappings() > mappings
     del buffer, peer, tensor  # the last references
     assert num_mappings() == mappings
@@ -114,7 +96,7 @@ def test_nothing_leaks():
 def test_the_buffer_of_any_view_is_found():
     buffer = ElasticBuffer(100, torch.float32)
     parameter = torch.nn.Parameter(buffer.tensor[10:40].view(5, 6).t())
-    assert exported_buffer_of(parameter).memory is buffer.memory
+    assert exported_buffer_of(parameter) is buffer
     assert exported_buffer_of(torch.zeros(3)) is None
     assert exported_buffer_of(map_pages(buffer.export())) is None
 
@@ -155,17 +137,17 @@ def test_restored_host_pages_are_read_by_the_same_handle():
         buffer.restore()
 
 
-def test_a_closed_buffer_cannot_be_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_freed_buffer_cannot_be_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_servers", WeakSet())  # this process may have other buffers
     buffer = ElasticBuffer(10, torch.float32)
     other = ElasticBuffer(10, torch.float32)
     handle = buffer.export()
     other_handle = other.export()
     map_pages(handle)
-    buffer.close()
+    del buffer
     map_pages(other_handle)
     with refused(TransportError, "owner-is-gone", "released"):
         map_pages(handle)
-    other.close()
+    del other
     with refused(TransportError, "owner-is-gone", other_handle.address):
         map_pages(other_handle)

@@ -73,7 +73,6 @@ class Sides:
     def __init__(self, rig: Rig) -> None:
         self.driver = rig.driver
         self.grads = ElasticBuffer(3 * GRANULE, torch.uint8, device="cuda:0")
-        self.grads.release()
         self.params = rig.buffer(2 * CHUNK)
         self.params.tensor.fill_(1)
         self.segments = []
@@ -85,7 +84,7 @@ class Sides:
         )
 
     def share(self) -> Pool:
-        return Pool(self.driver, [self.grads.memory.chunks], [self.params.memory.chunks], self.segments)
+        return Pool(self.driver, [self.grads.memory], [self.params.memory], self.segments)
 
     def end(self) -> None:
         for segment in self.segments:

@@ -20,7 +20,6 @@ from hybrid_engine.errors import ConfigError, ReshardError, TransportError
 from hybrid_engine.memory import descriptors, device_pages
 from hybrid_engine.ranks import groups
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import BufferId
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
 from tests.harness.errors import violations_of
@@ -66,9 +65,10 @@ READ = "[Reshard] ranks that read each other's memory: "
 
 
 def test_memory_of_another_rank_under_a_rank_s_name_is_an_obstacle(job: None) -> None:
-    with closing(Job.join(60)) as alone, ExitStack() as ends:
-        handle = setup._probe(alone, ends)
-        assert setup._obstacle(alone, {BufferId(1, "probe"): handle}) == "rank 0 reads 0 where rank 1 wrote 1"
+    with closing(Job.join(60)) as alone:
+        probe = setup._probe(alone)
+        handles = setup.export_handles(1, {"probe": probe})
+        assert setup._obstacle(alone, handles) == "rank 0 reads 0 where rank 1 wrote 1"
 
 
 @contextmanager
