@@ -6,7 +6,6 @@ items (views, with owner, kind and action)  ->  survey()  ->  storages, without 
 
 from __future__ import annotations
 
-import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -236,32 +235,6 @@ class Part:
             )
 
 
-class OffloadReport:
-    """Bytes that a call moved, summed up while it runs.
-
-    Attributes:
-        nbytes: device bytes freed or allocated again, by kind.
-        copied_nbytes: the part of these bytes that was copied, by kind.
-        seconds: duration of the call.
-    """
-
-    def __init__(self, kinds: Iterable[Kind]) -> None:
-        self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
-        self.copied_nbytes = dict(self.nbytes)
-        self.seconds = 0.0
-        self._started = time.perf_counter()
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes moved, summed over all kinds."""
-        return sum(self.nbytes.values())
-
-    def ended(self) -> OffloadReport:
-        """Set `seconds` to the time since construction, and return the report."""
-        self.seconds = time.perf_counter() - self._started
-        return self
-
-
 @dataclass(eq=False)
 class Storage:
     """A storage of the inventory, and the location of its contents while it is offloaded.
@@ -466,15 +439,16 @@ class Survey:
             resident[item.kind][item.owner] += item.tensor.untyped_storage().nbytes()
         return {kind: dict(by_owner) for kind, by_owner in resident.items()}
 
-    def forget_caches(self, kinds: Collection[Kind], moved: OffloadReport) -> None:
-        """Make the owners of these kinds' caches drop them, and count the bytes in `moved`."""
+    def forget_caches(self, kinds: Collection[Kind]) -> int:
+        """Make the owners of these kinds' caches drop them, and return the bytes."""
+        nbytes = 0
         for item in self.caches:
             if item.kind in kinds and item.forget is not None:
-                if item.kind in moved.nbytes:
-                    moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
+                nbytes += item.tensor.untyped_storage().nbytes()
                 item.forget()
         # The items may be the last references to the caches.
         self.caches[:] = [item for item in self.caches if item.kind not in kinds]
+        return nbytes
 
 
 def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:

@@ -38,7 +38,6 @@ from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
     Offloadable,
-    OffloadReport,
     Part,
     SavedContents,
     Spans,
@@ -147,10 +146,10 @@ class Offloader:
         """
         return self._offloaded.get(checked(kind))
 
-    def offload(
-        self, kinds: Iterable[Kind] = KINDS, *, late: Collection[Kind] = ()
-    ) -> OffloadReport:
-        """Move all state of these kinds off the device; kinds that are off already stay so.
+    def offload(self, kinds: Iterable[Kind] = KINDS, *, late: Collection[Kind] = ()) -> int:
+        """Move all state of these kinds off the device, and return the bytes that left it.
+
+        Kinds that are off already stay so.
 
         Args:
             kinds: kinds to move.
@@ -164,8 +163,7 @@ class Offloader:
         """
         requested = set(map(checked, kinds))
         to_move = self._on_device(requested)
-        moved = OffloadReport(to_move)
-        self._call_off(to_move, moved)
+        moved = self._call_off(to_move)
         if late and not self._is_quiet:
             # It waits for all work of the device, and later it would wait for the copies.
             self._empty_cache()
@@ -184,27 +182,26 @@ class Offloader:
                 # First what must leave now, then what may stay: copies of a direction end in order.
                 for storage, ranges in staying.items():
                     for start, stop in ranges.missing(0, storage.nbytes):
-                        moved.copied_nbytes[storage.kind] += self._save(storage, start, stop)
+                        self._save(storage, start, stop)
                 for storage, ranges in staying.items():
                     copied = self._save(storage, 0, storage.nbytes)
-                    moved.copied_nbytes[storage.kind] += copied
                     if ranges.nbytes:
-                        moved.nbytes[storage.kind] += copied
+                        moved += copied
             # Dropped storages last: their contents are lost, so nothing that can fail may follow.
             for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
                 if not staying[storage].nbytes:
-                    self._take_off(storage, moved)
+                    moved += self._take_off(storage)
                     continue
                 for start, stop in staying[storage].missing(0, storage.nbytes):
-                    moved.nbytes[storage.kind] += self._release_saved(storage, start, stop)
+                    moved += self._release_saved(storage, start, stop)
         except Exception as error:
             self._undo(to_move, error)
         # Late kinds have not left whole: what stays keeps its memory until a later offload.
         self._offloaded.update({kind: object() for kind in to_move.difference(late)})
-        inventory.forget_caches(requested, moved)
+        moved += inventory.forget_caches(requested)
         if not late:
             self._empty_cache()
-        return moved.ended()
+        return moved
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
         """Move parts of elastic storages off the device ahead of `offload({kind})`.
@@ -246,8 +243,10 @@ class Offloader:
         *,
         read_only: bool = False,
         late: Collection[Kind] = (),
-    ) -> OffloadReport:
-        """Move the absent state of these kinds back to the device; present kinds are left alone.
+    ) -> int:
+        """Move the absent state of these kinds back to the device, and return its bytes.
+
+        Present kinds are left alone.
 
         Args:
             kinds: kinds to move back.
@@ -263,7 +262,7 @@ class Offloader:
         """
         requested = set(map(checked, kinds))
         absent = [kind for kind in KINDS if kind in requested and kind in self._departed]
-        moved = OffloadReport(absent)
+        moved = 0
         if not read_only:
             for kind in requested:
                 self._unchanged.pop(kind, None)
@@ -276,14 +275,14 @@ class Offloader:
                 # A new token: what was true of the contents while they were away is no longer.
                 if kind in self._offloaded:
                     self._offloaded[kind] = object()
-                self._onload_kind(self._departed[kind], moved)
+                moved += self._onload_kind(self._departed[kind])
                 begun.append(kind)
         finally:
             # After a failure the kinds begun before it are completed too.
             for kind in begun:
                 if not (kind in late and self._is_coming(kind)):
                     self._complete(kind, read_only=read_only)
-        return moved.ended()
+        return moved
 
     def wait(self, kinds: Collection[str] = KINDS) -> None:
         """Wait for late copies of these kinds; those that no onload has begun stay away.
@@ -385,12 +384,14 @@ class Offloader:
             if kind not in self._offloaded or not all(s.is_away for s in self._departed[kind])
         }
 
-    def _call_off(self, kinds: Collection[Kind], moved: OffloadReport | None = None) -> None:
-        """Cancel the onload of these kinds."""
+    def _call_off(self, kinds: Collection[Kind]) -> int:
+        """Cancel the onload of these kinds, and return the bytes that leave again."""
+        nbytes = 0
         for storage in self._storages(kinds):
-            if storage.is_coming and moved is not None:
-                moved.nbytes[storage.kind] += storage.released.nbytes
+            if storage.is_coming:
+                nbytes += storage.released.nbytes
             storage.call_off()
+        return nbytes
 
     def _is_coming(self, kind: Kind) -> bool:
         """Return True while the kind, which left, is all there but for copies under way."""
@@ -444,10 +445,10 @@ class Offloader:
             for start, stop in ranges:
                 self._save(storage, start, stop)
 
-    def _take_off(self, storage: Storage, moved: OffloadReport) -> None:
-        """Save the rest of the storage, then free it; an elastic one piece by piece."""
+    def _take_off(self, storage: Storage) -> int:
+        """Save the rest of the storage, then free it, an elastic one piece by piece; return it."""
         remaining = storage.nbytes - storage.released.nbytes
-        moved.copied_nbytes[storage.kind] += self._save(storage, 0, storage.nbytes)
+        self._save(storage, 0, storage.nbytes)
         if storage.buffer is not None:
             # Release each piece as its copy ends, while later copies go on.
             for start, stop, _ in storage.saves.copy():
@@ -455,7 +456,7 @@ class Offloader:
         storage.wait_saved(0, storage.nbytes)
         storage.done.add(0, storage.nbytes)
         storage.free()
-        moved.nbytes[storage.kind] += remaining
+        return remaining
 
     def _release_saved(self, storage: Storage, start: int, stop: int) -> int:
         """Wait until this byte range is saved, and release all granules that are done by now."""
@@ -478,13 +479,14 @@ class Offloader:
             copied += last - first
         return copied
 
-    def _onload_kind(self, storages: Sequence[Storage], moved: OffloadReport) -> None:
-        """Begin to bring back these storages."""
+    def _onload_kind(self, storages: Sequence[Storage]) -> int:
+        """Begin to bring back these storages, and return the bytes."""
+        nbytes = 0
         for index, storage in enumerate(storages):
             if storage.is_coming:
                 continue
             try:
-                self._put_back(storage, moved)
+                nbytes += self._put_back(storage)
             except Exception as error:
                 for earlier in storages[:index]:
                     earlier.complete()
@@ -495,23 +497,26 @@ class Offloader:
                     "Free device memory and onload again",
                     code="onload-failed",
                 ) from error
+        return nbytes
 
-    def _put_back(self, storage: Storage, moved: OffloadReport) -> None:
-        """Allocate the released memory and begin to copy contents back; `_complete` ends it."""
+    def _put_back(self, storage: Storage) -> int:
+        """Allocate the released memory and begin to copy contents back; return the bytes.
+
+        `_complete` ends it.
+        """
         storage.call_off()
         if not storage.released.nbytes:
             storage.forget_departure()
-            return
+            return 0
         for start, stop in storage.take_back():
             if storage.action != "copy":
                 continue
             memory = storage.bytes_view()[start:stop]
             slot = self._slot(storage)[start:stop]
             storage.arrivals.append(self._copier.copy(memory, slot, "to device"))
-            moved.copied_nbytes[storage.kind] += stop - start
-        moved.nbytes[storage.kind] += storage.released.nbytes
         # Only now have all of its copies begun.
         storage.is_coming = True
+        return storage.released.nbytes
 
     def _complete(self, kind: Kind, *, read_only: bool = False, is_late: bool = False) -> None:
         """Wait for the copies of an onload; the kind is present when all its storages are back."""

@@ -294,13 +294,13 @@ class Switch(ABC):
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
-            offloaded = self.offloader.offload(kinds, late=self._late_kinds)
-            self._tally.counts["bytes_offloaded"] += offloaded.total_nbytes
+            nbytes = self.offloader.offload(kinds, late=self._late_kinds)
+            self._tally.counts["bytes_offloaded"] += nbytes
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
-            onloaded = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
-            self._tally.counts["bytes_onloaded"] += onloaded.total_nbytes
+            nbytes = self.offloader.onload(kinds, read_only=read_only, late=LATE_KINDS)
+            self._tally.counts["bytes_onloaded"] += nbytes
             self._note_peak()
 
     @contextmanager

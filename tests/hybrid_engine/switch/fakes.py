@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem, OffloadReport
+from hybrid_engine.memory.offload_items import KINDS, Guards, Offloadable, OffloadItem
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job, own_device
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -27,6 +27,7 @@ from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 from hybrid_engine.switch.weight_container import ContainerState
+from tests.hybrid_engine.memory.test_offloader import CopiesToHost
 
 TRAIN, FORWARD, INFER, IDLE = State.TRAIN, State.FORWARD, State.INFER, State.IDLE
 # Two tensors, each a group of its own. The first fills a bucket of the smallest size, so the plan
@@ -262,19 +263,15 @@ class ScriptedOffloader(Offloader):
     def __init__(self, script: Script, owner: Offloadable) -> None:
         super().__init__(owner)
         self.script = script
-        self.copied_nbytes = 0  # to the host, by offload
+        self.copies = CopiesToHost(self)
 
-    def offload(self, kinds: Iterable[str] = KINDS, *, late: Collection[str] = ()) -> OffloadReport:
+    def offload(self, kinds: Iterable[str] = KINDS, *, late: Collection[str] = ()) -> int:
         """Reach every kind's call first: like the real offloader, move all or none."""
         for kind in self._select(kinds, away=False):
             self.script.reach(f"offload {kind}")
-        report = super().offload(kinds, late=late)
-        self.copied_nbytes += sum(report.copied_nbytes.values())
-        return report
+        return super().offload(kinds, late=late)
 
-    def onload(
-        self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, late: Collection[str] = ()
-    ) -> OffloadReport:
+    def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, late: Collection[str] = ()) -> int:
         """Onload the kinds before a failing one first, like the real offloader."""
         coming = self._select(kinds, away=True)
         for number, kind in enumerate(coming):

@@ -420,12 +420,12 @@ def test_untrained_weights_are_copied_once(rig: Rig):
     """A switch without an optimizer step does not copy parameters to the host again."""
     rig.fill()
     for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
-        copied = rig.offloader.copied_nbytes
+        copied = rig.offloader.copies.nbytes
         rig.enter(state)
-        assert rig.offloader.copied_nbytes == copied, state
+        assert rig.offloader.copies.nbytes == copied, state
     rig.manager.enter(TRAIN)
     rig.fill()
-    assert rig.offloader.copied_nbytes > copied
+    assert rig.offloader.copies.nbytes > copied
     rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN)
 
