@@ -55,9 +55,8 @@ class _HostAllocation:
     It is freed when neither this object nor a tensor over it is left. Raises OSError.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool, copier: Copier | None = None) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool, copier: Copier) -> None:
         self.nbytes = nbytes
-        self.is_pinned = pinned
         resources = contextlib.ExitStack()
         end = weakref.finalize(self, resources.close)
         # At exit a copy may still be under way. The system unmaps the memory.
@@ -90,17 +89,18 @@ class _HostAllocation:
 class Arena:
     """Host memory for the copied contents of one kind; grows with the inventory, never shrinks.
 
+    Args:
+        copier: its copies end before memory is freed; after a lost rank nothing else waits.
+        pinned: page-lock the memory.
+
     Attributes:
         nbytes: bytes that tensors may use.
     """
 
-    def __init__(self, copier: Copier | None = None) -> None:
-        """Create an empty arena.
-
-        `copier`: its copies end before memory is freed; after a lost rank nothing else waits.
-        """
+    def __init__(self, copier: Copier, *, pinned: bool) -> None:
         self.nbytes = 0
         self._copier = copier
+        self._is_pinned = pinned
         self._allocation: _HostAllocation | None = None
 
     @property
@@ -110,19 +110,17 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         return self._allocation.tensor()[: self.nbytes]
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Grow to at least `nbytes`, page-locked if `pinned`.
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least `nbytes`.
 
         Existing contents are copied, new memory is undefined. No copy may be under way. Raises
         OffloadError: the arena is then unchanged, and a later call may succeed.
         """
         nbytes = max(nbytes, self.nbytes)
-        current = self._allocation
-        room = 0 if current is None else current.nbytes
-        if nbytes > room or (current is not None and pinned and not current.is_pinned):
+        if nbytes > (0 if self._allocation is None else self._allocation.nbytes):
             rounded = round_up(nbytes, _HUGE_PAGE)
             try:
-                allocation = _HostAllocation(rounded, pinned=pinned, copier=self._copier)
+                allocation = _HostAllocation(rounded, pinned=self._is_pinned, copier=self._copier)
             except OSError as error:
                 raise OffloadError(
                     f"cannot allocate {nbytes} bytes of host memory: {error}",
@@ -148,11 +146,10 @@ def _populate(address: int, nbytes: int) -> None:
             pass
 
 
-def _unregister(address: int, copier: Copier | None) -> None:
+def _unregister(address: int, copier: Copier) -> None:
     """End the page lock; called by a finalizer, so a failure is only logged."""
     # The device may still read or write the pages.
-    if copier is not None:
-        copier.finish_all()
+    copier.finish_all()
     code = _call_cuda("cudaHostUnregister", address)
     if code:
         logger.warning(

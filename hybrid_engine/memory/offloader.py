@@ -74,7 +74,8 @@ class Offloader:
         self._device_type = torch.device(device or default_device).type
         self._owner = owner
         self._copier = Copier()
-        self._arenas: dict[Kind, Arena] = {kind: Arena(self._copier) for kind in KINDS}
+        is_on_gpu = self._device_type == "cuda"
+        self._arenas = {kind: Arena(self._copier, pinned=is_on_gpu) for kind in KINDS}
         # Storages by kind, from their first part that leaves until all of the kind is back.
         self._departed: dict[Kind, list[Storage]] = {}
         # Kinds that left whole, until they are whole again; the value is the token of `departure`.
@@ -91,7 +92,7 @@ class Offloader:
         for refused in self._refused.values():
             weakref.finalize(self, refused.clear)
         # Elsewhere a copy is done when the call returns, so saving ahead would overlap nothing.
-        self._saves_ahead = self._device_type == "cuda"
+        self._saves_ahead = is_on_gpu
         owner.guard.add(self.require_present)
 
     @contextmanager
@@ -430,7 +431,7 @@ class Offloader:
         """Make room for the copied storages of these kinds in their arenas."""
         for kind in kinds:
             ends = [s.arena_stop for s in self._departed[kind] if s.action == "copy"]
-            self._arenas[kind].reserve(max(ends, default=0), pinned=self._device_type == "cuda")
+            self._arenas[kind].reserve(max(ends, default=0))
 
     def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
         """Record the kind as leaving, and return the byte ranges of parts by elastic storage."""

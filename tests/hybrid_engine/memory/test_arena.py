@@ -13,7 +13,7 @@ import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import arena
-from hybrid_engine.memory.arena import Arena
+from hybrid_engine.memory.arena import Arena, Copier
 from tests.harness.errors import refused
 
 MIB = 2**20
@@ -81,37 +81,37 @@ def is_mapped(address: int) -> bool:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_contents_survive_growth(cudart: Cudart, pinned: bool) -> None:
-    pages = Arena()
-    pages.reserve(3 * MIB, pinned=pinned)
+    pages = Arena(Copier(), pinned=pinned)
+    pages.reserve(3 * MIB)
     pages.memory.copy_(torch.arange(3 * MIB) % 251)
-    pages.reserve(40 * MIB, pinned=pinned)
+    pages.reserve(40 * MIB)
     assert torch.equal(pages.memory[: 3 * MIB], (torch.arange(3 * MIB) % 251).to(torch.uint8))
     pages.memory[3 * MIB :].fill_(1)
     assert cudart.registered == ({pages.memory.data_ptr(): 40 * MIB} if pinned else {})
 
 
 def test_a_fork_does_not_inherit_the_pages() -> None:
-    pages = Arena()
-    pages.reserve(MIB, pinned=False)
+    pages = Arena(Copier(), pinned=False)
+    pages.reserve(MIB)
     assert "dc" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
     address = pages.memory.data_ptr()
     if (child := os.fork()) == 0:
         os._exit(int(is_mapped(address)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    pages.reserve(8 * MIB, pinned=False)
+    pages.reserve(8 * MIB)
     assert "dc" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
 
 
 def test_pinned_memory_is_resident_before_it_is_registered(cudart: Cudart) -> None:
-    pages = Arena()
-    pages.reserve(5 * MIB, pinned=True)
+    pages = Arena(Copier(), pinned=True)
+    pages.reserve(5 * MIB)
     assert cudart.resident[0] >= 6 * MIB  # rounded up to huge pages of 2 MiB
     assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()  # huge pages are advised
 
 
 def test_without_pinning_no_page_is_touched() -> None:
-    pages = Arena()
-    pages.reserve(16 * MIB, pinned=False)
+    pages = Arena(Copier(), pinned=False)
+    pages.reserve(16 * MIB)
     assert fields_of(pages.memory.data_ptr())["Rss"] == "0 kB"
 
 
@@ -122,7 +122,7 @@ def assert_unchanged_and_usable(pages: Arena, cudart: Cudart) -> None:
     assert pages.nbytes == flat.numel() == MIB
     assert cudart.registered == {flat.data_ptr(): 2 * MIB}
     cudart.launch()  # raises if CUDA kept an error
-    pages.reserve(5 * MIB, pinned=True)
+    pages.reserve(5 * MIB)
     assert cudart.resident[-1] >= 6 * MIB, "populated before it is registered"
     assert bool((pages.memory[:MIB] == 7).all())
     del flat
@@ -131,8 +131,8 @@ def assert_unchanged_and_usable(pages: Arena, cudart: Cudart) -> None:
 
 
 def pinned_page() -> Arena:
-    pages = Arena()
-    pages.reserve(MIB, pinned=True)
+    pages = Arena(Copier(), pinned=True)
+    pages.reserve(MIB)
     pages.memory.fill_(7)
     return pages
 
@@ -141,7 +141,7 @@ def test_a_failed_pin_changes_nothing(cudart: Cudart) -> None:
     pages = pinned_page()
     cudart.limit = 2 * MIB
     with refused(OffloadError, "no-host-memory", "6291456", "CUDA error 2", "ulimit -l"):
-        pages.reserve(5 * MIB, pinned=True)
+        pages.reserve(5 * MIB)
     cudart.limit = None
     assert_unchanged_and_usable(pages, cudart)
 
@@ -160,23 +160,23 @@ def test_a_failed_population_changes_nothing(cudart: Cudart, kind: type[Exceptio
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "_populate_slice", fail_after_two_slices)
         with pytest.raises(expected, match="no page left"):
-            pages.reserve(5 * MIB, pinned=True)
+            pages.reserve(5 * MIB)
     assert_unchanged_and_usable(pages, cudart)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_works_after_a_failed_call() -> None:
-    pages = Arena()
-    pages.reserve(MIB, pinned=True)
+    pages = Arena(Copier(), pinned=True)
+    pages.reserve(MIB)
     address = pages.memory.data_ptr()
     assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "the page is registered already"
     assert torch.ones(3, device="cuda").sum() == 3
 
 
 def test_pages_are_freed_with_the_last_tensor(cudart: Cudart) -> None:
-    pages = Arena()
-    pages.reserve(MIB, pinned=True)
+    pages = Arena(Copier(), pinned=True)
+    pages.reserve(MIB)
     flat = pages.memory
     address = flat.data_ptr()
     del pages
