@@ -29,7 +29,6 @@ The child closes them at once; CUDA does not work in it anyway.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import resource
 import weakref
@@ -41,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_engine.errors import DeviceMemoryError, MessageError, StateError, TransportError
+from hybrid_engine.errors import DeviceMemoryError, MessageError, TransportError
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.descriptors import MAX_DESCRIPTORS, Descriptor, fetch, sending
 from hybrid_engine.memory.host_pages import (
@@ -110,17 +109,10 @@ class DeviceHandle(Record, frozen=True, tag=True):
             )
 
     def chunks(self, extents: Iterable[Extent]) -> list[int]:
-        """Return the sorted numbers of the chunks that contain these elements.
-
-        Raises ValueError for elements beyond the tensor.
-        """
+        """Return the sorted numbers of the chunks that contain these elements."""
         itemsize = getattr(torch, self.dtype).itemsize
         touched: set[int] = set()
         for extent in extents:
-            if extent.stop > self.numel:
-                raise ValueError(
-                    f"invalid elements [{extent.start}, {extent.stop}) of a tensor of {self.numel}"
-                )
             first = self.offset + extent.start * itemsize
             last = self.offset + extent.stop * itemsize
             touched.update(range(first // self.chunk_nbytes, -(-last // self.chunk_nbytes)))
@@ -179,7 +171,6 @@ class Chunks(_ChunkedRange):
         self._pieces: dict[int, list[PoolPiece]] = {}
         self._present: set[int] = set()
         self._is_settled = False
-        self._right = "READWRITE"  # of the device to the memory of a pool, by these addresses
         self._is_inherited = False
         _all_chunks.add(self)
 
@@ -261,7 +252,8 @@ class Chunks(_ChunkedRange):
         self._pieces[index] = [piece]
         if self._table[index] != AWAY:
             self._table[index] |= _SHARED
-        self._take(index)
+        piece.take("training", (self.address, index))
+        self._present.add(index)
 
     def leave_pool(self) -> None:
         """Free memory of a pool that has no contents here; chunks with contents keep theirs.
@@ -277,13 +269,16 @@ class Chunks(_ChunkedRange):
             elif not self._is_settled:
                 self._free(index)
         self._is_settled = False
-        self._right = "READWRITE"
         self._pieces.clear()
 
     def map(self, index: int) -> None:
         """Allocate and map a chunk; after a failure it is absent as before."""
         if index in self._pieces:
-            self._take(index)
+            for piece in self._pieces[index]:
+                piece.take("training", (self.address, index))
+            if not self._present:
+                self._permit("READWRITE")
+            self._present.add(index)
             if self._table[index] != AWAY:
                 # Negative since `unmap`: the same memory, so peers that have
                 # it mapped may read it again.
@@ -319,12 +314,6 @@ class Chunks(_ChunkedRange):
             return
         self._free(index)
 
-    def _take(self, index: int) -> None:
-        for piece in self._pieces[index]:
-            piece.take("training", (self.address, index))
-        self._permit("READWRITE")
-        self._present.add(index)
-
     def _leave(self, index: int) -> None:
         self._present.discard(index)
         for piece in self._pieces[index]:
@@ -332,9 +321,6 @@ class Chunks(_ChunkedRange):
 
     def _permit(self, right: str) -> None:
         """Give this right to all memory of a pool, in one call for each range without gaps."""
-        if right == self._right:
-            return
-        self._right = right
         # Chunks 3 4 5 9 less their positions 0 1 2 3 are 3 3 3 6: equal numbers are one range.
         for _, run in groupby(enumerate(sorted(self._pieces)), lambda place: place[1] - place[0]):
             places = [self._place(index) for _, index in run]
@@ -452,8 +438,6 @@ class DevicePeer(_ChunkedRange):
         Raises TransportError when the owner is on another host, has ended or closed the buffer.
         """
         self._handle = handle
-        self._is_closed = False
-        self._is_read = False
         self._table = map_pages(handle.table).numpy()
         super().__init__(driver, handle.reserved_nbytes, handle.chunk_nbytes)
         # Serial numbers of the mapped chunks, by chunk number.
@@ -467,18 +451,13 @@ class DevicePeer(_ChunkedRange):
         """Yield the flat tensor, of which the elements in `chunks` (default: all) may be read.
 
         Work queued inside the `with` block may read them too; reading other elements, or later, is
-        an illegal access. Chunks of a pool stay mapped.
+        an illegal access. Blocks do not overlap. Chunks of a pool stay mapped.
 
         Raises TransportError when the owner has released one of the chunks, also at the end (the
-        bytes read may be outdated), and when the descriptors cannot be fetched. Raises StateError
-        inside another block, and after `close`.
+        bytes read may be outdated), and when the descriptors cannot be fetched.
         """
         if chunks is None:
             chunks = self._handle.chunks([Extent(0, self._handle.numel)])
-        if self._is_read:
-            raise StateError(
-                "the peer's buffer is mapped already; end that block first", code="already-mapped"
-            )
         serials = self._table[chunks]
         # Negative numbers are of a pool's chunks without contents (`Chunks.unmap`).
         away = [chunk for chunk, serial in zip(chunks, serials, strict=True) if serial <= AWAY]
@@ -489,7 +468,6 @@ class DevicePeer(_ChunkedRange):
                 "or the owner has offloaded its weights",
                 code="chunks-are-released",
             )
-        self._is_read = True
         try:
             self._map(chunks, serials.tolist())
             # The owner may have released a chunk since its number was read.
@@ -501,20 +479,16 @@ class DevicePeer(_ChunkedRange):
                 self.driver.finish_stream()
             self._raise_if_changed(chunks, serials)
         finally:
-            self._is_read = False
             # Numbers of a pool are at least _SHARED, so its chunks stay mapped.
-            self._clear(least=_SHARED)
+            self._unmap(index for index, serial in self._mapped.items() if serial < _SHARED)
 
     def trim(self) -> None:
         """Unmap the chunks that have left a pool."""
-        for index in list(self._mapped):
-            if self._table[index] == AWAY:
-                self._unmap(index)
+        self._unmap(index for index in self._mapped if self._table[index] == AWAY)
 
     def close(self) -> None:
-        """Close the peer; idempotent."""
-        self._clear()
-        self._is_closed = True
+        """Unmap all chunks; idempotent."""
+        self._unmap(self._mapped)
 
     def _tensor(self) -> torch.Tensor:
         handle = self._handle
@@ -525,8 +499,6 @@ class DevicePeer(_ChunkedRange):
 
     def _map(self, chunks: list[int], serials: list[int]) -> None:
         """Map the chunks that are not mapped, or mapped under an older serial number."""
-        if self._is_closed:
-            raise StateError("the peer is closed", code="peer-is-closed")
         pairs = zip(chunks, serials, strict=True)
         # A chunk that joined or left a pool has another number than the one it was mapped under.
         missing = [(index, serial) for index, serial in pairs if self._mapped.get(index) != serial]
@@ -560,7 +532,7 @@ class DevicePeer(_ChunkedRange):
     def _map_chunk(self, index: int, serial: int, descriptor: int) -> None:
         """Map another process's chunk, replacing an older mapping."""
         if index in self._mapped:
-            self._unmap(index)
+            self._unmap([index])
         handle = self.driver.import_descriptor(descriptor)
         try:
             self.driver.map(*self._place(index), handle)
@@ -569,12 +541,8 @@ class DevicePeer(_ChunkedRange):
             self.driver.release(handle)
         self._mapped[index] = serial
 
-    def _clear(self, least: float = math.inf) -> None:
-        """Unmap all chunks whose serial number is below `least`; queued reads must have ended."""
-        for index, serial in list(self._mapped.items()):
-            if serial < least:
-                self._unmap(index)
-
-    def _unmap(self, index: int) -> None:
-        self.driver.unmap(*self._place(index))
-        del self._mapped[index]
+    def _unmap(self, mapped: Iterable[int]) -> None:
+        """Unmap these chunks; queued reads must have ended."""
+        for index in list(mapped):
+            self.driver.unmap(*self._place(index))
+            del self._mapped[index]
