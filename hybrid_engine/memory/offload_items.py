@@ -286,6 +286,11 @@ class Storage:
         return self.storage.device
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """Key and bytes: a storage that has grown does not fit its old place in the arena."""
+        return self.key, self.nbytes
+
+    @property
     def arena_stop(self) -> int:
         return self.arena_offset + self.nbytes
 
@@ -339,27 +344,18 @@ class Storage:
 
         Yields each byte range as soon as it has memory.
         """
-        dropped = self.action == "drop"
         if self.buffer is None:
             self.storage.resize_(self.nbytes)
-            if dropped:
-                self.bytes_view().zero_()
-            yield from self.released
-            return
-        for start, stop in self.released if dropped else pieces(self.released):
-            if dropped:
-                # Discard anything written since the release.
-                self.buffer.release(start, stop)
-            self.buffer.restore(start, stop)
-            if dropped and self.device.type != "cpu":
-                # On the CPU new pages are zero.
+        for start, stop in pieces(self.released):
+            if self.buffer is not None:
+                if self.action == "drop":
+                    # Discard anything written since the release.
+                    self.buffer.release(start, stop)
+                self.buffer.restore(start, stop)
+            # On the CPU new pages are zero.
+            if self.action == "drop" and (self.buffer is None or self.device.type != "cpu"):
                 self.bytes_view()[start:stop].zero_()
             yield start, stop
-        if dropped:
-            # Dropped bytes that share a page with kept bytes were never released.
-            for done_start, done_stop in self.done:
-                for start, stop in self.released.missing(done_start, done_stop):
-                    self.bytes_view()[start:stop].zero_()
 
     def call_off(self) -> None:
         """Free memory allocated for an onload, once no copy writes it."""
@@ -486,18 +482,15 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
     return Survey(list(storages.values()), only_caches)
 
 
-def checked(kind: Kind) -> Kind:
-    """Return `kind`. Raises ValueError if it is not in KINDS."""
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
-    return kind
-
-
 def elastic_ranges(
     storages: Iterable[Storage], parts: Iterable[Part]
 ) -> list[tuple[Storage, Spans]]:
-    """Return the byte ranges of these parts by storage, without storages that are not elastic."""
-    elastic = {storage.key: storage for storage in storages if storage.buffer is not None}
+    """Return the byte ranges of these parts by storage, of copied elastic storages."""
+    elastic = {
+        storage.key: storage
+        for storage in storages
+        if storage.buffer is not None and storage.action == "copy"
+    }
     ranges: dict[int, Spans] = {}
     for part in parts:
         _, key, _ = storage_of("a part", part.flat)
@@ -509,51 +502,39 @@ def elastic_ranges(
     return [(elastic[key], spans) for key, spans in ranges.items()]
 
 
-def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
-    """Assign every new copied storage its previous place in the arena, or one after all others."""
-    copied = [storage for storage in placed if storage.action == "copy"]
-    # By size too: a storage that has grown does not fit its old place.
-    offsets = {(storage.key, storage.nbytes): storage.arena_offset for storage in copied}
-    end = max((storage.arena_stop for storage in copied), default=0)
-    for storage in new:
-        if storage.action == "copy":
-            after_others = round_up(end, _ALIGNMENT)
-            storage.arena_offset = offsets.get((storage.key, storage.nbytes), after_others)
-            end = max(end, storage.arena_stop)
-
-
 @dataclass(frozen=True, slots=True)
 class SavedContents:
-    """Contents of a storage in the arena: offset and size in bytes, and their digest."""
+    """Contents of a storage in the arena: offset in bytes, and digest."""
 
     offset: int
-    nbytes: int
     digest: int
 
     @classmethod
     def of(cls, storage: Storage) -> SavedContents:
         """Describe a storage that is on the device and in the arena."""
-        return cls(storage.arena_offset, storage.nbytes, box_digest(storage.bytes_view()))
+        return cls(storage.arena_offset, box_digest(storage.bytes_view()))
 
 
-def reuse_places(storages: Iterable[Storage], saved: Mapping[int, SavedContents]) -> bool:
-    """Keep the places in the arena if all copied storages have one, and return whether they do.
+Saved = Mapping[tuple[int, int], SavedContents]
+"""`Storage.identity` -> contents that were the same on the device and in the arena."""
 
-    A storage with the saved contents counts as saved.
+
+def lay_out(placed: Iterable[Storage], saved: Saved, new: Iterable[Storage]) -> None:
+    """Assign every new copied storage its previous place in the arena, or one after all others.
+
+    One that still has its saved contents counts as saved.
     """
-    copied = [storage for storage in storages if storage.action == "copy"]
-    # All or none: `lay_out` puts a storage without a place behind those of the last departure,
-    # which are not known here. A storage that is new, or of another size, might therefore be
-    # laid over a place that was kept.
-    sizes = {key: contents.nbytes for key, contents in saved.items()}
-    if any(sizes.get(storage.key) != storage.nbytes for storage in copied):
-        return False
-    for storage in copied:
-        contents = saved[storage.key]
-        storage.arena_offset = contents.offset
-        if SavedContents.of(storage) == contents:
-            storage.saved.add(0, storage.nbytes)
-    return True
+    offsets = {of.identity: of.arena_offset for of in placed if of.action == "copy"}
+    offsets |= {identity: contents.offset for identity, contents in saved.items()}
+    end = max((offset + nbytes for (_, nbytes), offset in offsets.items()), default=0)
+    for storage in new:
+        if storage.action == "copy":
+            after_others = round_up(end, _ALIGNMENT)
+            storage.arena_offset = offsets.get(storage.identity, after_others)
+            end = max(end, storage.arena_stop)
+            contents = saved.get(storage.identity)
+            if contents is not None and contents == SavedContents.of(storage):
+                storage.saved.add(0, storage.nbytes)
 
 
 def names_of(storages: Iterable[Storage]) -> str:

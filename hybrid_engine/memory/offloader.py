@@ -39,16 +39,16 @@ from hybrid_engine.memory.offload_items import (
     Kind,
     Offloadable,
     Part,
+    Saved,
     SavedContents,
+    Span,
     Spans,
     Storage,
     Survey,
-    checked,
     elastic_ranges,
     lay_out,
     names_of,
     pieces,
-    reuse_places,
     survey,
 )
 from hybrid_engine.memory.refusal import RefusedTensors
@@ -81,7 +81,7 @@ class Offloader:
         # Kinds that left whole, until they are whole again; the value is the token of `departure`.
         self._offloaded: dict[Kind, object] = {}
         # Contents in the arena that still equal those on the device, by storage.
-        self._unchanged: dict[Kind, dict[int, SavedContents]] = {}
+        self._unchanged: dict[Kind, Saved] = {}
         self._hidden_seconds = 0.0
         self._exposed_seconds = 0.0
         self._keeps_inventory = False
@@ -131,7 +131,7 @@ class Offloader:
 
     def is_offloaded(self, kind: Kind) -> bool:
         """Return True after an offload of the whole kind, until an onload of all has begun."""
-        if checked(kind) not in self._offloaded:
+        if kind not in self._offloaded:
             return False
         storages = self._departed[kind]
         # A kind without storages leaves as well.
@@ -145,7 +145,7 @@ class Offloader:
         It stays the same object as long as no part of the kind was on the device, or on its way
         there: the contents are then unchanged as well.
         """
-        return self._offloaded.get(checked(kind))
+        return self._offloaded.get(kind)
 
     def offload(self, kinds: Iterable[Kind] = KINDS, *, late: Collection[Kind] = ()) -> int:
         """Move all state of these kinds off the device, and return the bytes that left it.
@@ -162,7 +162,7 @@ class Offloader:
             OffloadError: a storage cannot be freed, before anything was moved; or moving failed,
                 and everything that this call or `offload_parts` moved was put back.
         """
-        requested = set(map(checked, kinds))
+        requested = set(kinds)
         to_move = self._on_device(requested)
         moved = self._call_off(to_move)
         if late and not self._is_quiet:
@@ -182,19 +182,18 @@ class Offloader:
                 # Queue all copies first: they go on while memory is released.
                 # First what must leave now, then what may stay: copies of a direction end in order.
                 for storage, ranges in staying.items():
-                    for start, stop in ranges.missing(0, storage.nbytes):
-                        self._save(storage, start, stop)
+                    self._save(storage, ranges.missing(0, storage.nbytes))
                 for storage, ranges in staying.items():
-                    copied = self._save(storage, 0, storage.nbytes)
+                    copied = self._save(storage, [(0, storage.nbytes)])
                     if ranges.nbytes:
                         moved += copied
             # Dropped storages last: their contents are lost, so nothing that can fail may follow.
             for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
-                if not staying[storage].nbytes:
+                if staying[storage].nbytes:
+                    leaves_now = staying[storage].missing(0, storage.nbytes)
+                    moved += self._release_saved(storage, leaves_now)
+                else:
                     moved += self._take_off(storage)
-                    continue
-                for start, stop in staying[storage].missing(0, storage.nbytes):
-                    moved += self._release_saved(storage, start, stop)
         except Exception as error:
             self._undo(to_move, error)
         # Late kinds have not left whole: what stays keeps its memory until a later offload.
@@ -216,12 +215,9 @@ class Offloader:
             return 0
         leaving = self._leaving_ranges(kind, parts)
         try:
-            self._save_all(leaving)
-            return sum(
-                self._release_saved(storage, start, stop)
-                for storage, ranges in leaving
-                for start, stop in ranges
-            )
+            for storage, ranges in leaving:
+                self._save(storage, ranges)
+            return sum(self._release_saved(storage, ranges) for storage, ranges in leaving)
         except Exception as error:
             raise OffloadError(
                 f"offload of parts of {kind} failed: {error}. "
@@ -236,7 +232,8 @@ class Offloader:
         """
         # Elsewhere a copy would block here, and gain nothing over `offload_parts`.
         if self._saves_ahead and not self.is_offloaded(kind):
-            self._save_all(self._leaving_ranges(kind, parts))
+            for storage, ranges in self._leaving_ranges(kind, parts):
+                self._save(storage, ranges)
 
     def onload(
         self,
@@ -261,7 +258,7 @@ class Offloader:
             OffloadError: restored storages stay on the device and the rest in the arena. The
                 message names both, and a later call continues from there.
         """
-        requested = set(map(checked, kinds))
+        requested = set(kinds)
         absent = [kind for kind in KINDS if kind in requested and kind in self._departed]
         moved = 0
         if not read_only:
@@ -420,9 +417,7 @@ class Offloader:
             before = self._departed.get(kind, [])
             new = [storage for storage in fresh if storage.kind == kind]
             begun = [storage for storage in before if storage.has_begun_to_leave]
-            # With earlier parts in the arena, or without known contents, the copy begins anew.
-            if begun or not reuse_places(new, self._unchanged.pop(kind, {})):
-                lay_out(before, new)
+            lay_out(before, self._unchanged.pop(kind, {}), new)
             departed[kind] = begun + new
         # All kinds in one step: a failure above leaves the record as it was.
         self._departed.update(departed)
@@ -441,37 +436,34 @@ class Offloader:
             self._reserve_arenas({kind})
         return elastic_ranges(self._departed[kind], parts)
 
-    def _save_all(self, leaving: Iterable[tuple[Storage, Spans]]) -> None:
-        for storage, ranges in leaving:
-            for start, stop in ranges:
-                self._save(storage, start, stop)
-
     def _take_off(self, storage: Storage) -> int:
         """Save the rest of the storage, then free it, an elastic one piece by piece; return it."""
         remaining = storage.nbytes - storage.released.nbytes
-        self._save(storage, 0, storage.nbytes)
+        self._save(storage, [(0, storage.nbytes)])
         if storage.buffer is not None:
             # Release each piece as its copy ends, while later copies go on.
-            for start, stop, _ in storage.saves.copy():
-                self._release_saved(storage, start, stop)
+            self._release_saved(storage, [save[:2] for save in storage.saves])
         storage.wait_saved(0, storage.nbytes)
         storage.done.add(0, storage.nbytes)
         storage.free()
         return remaining
 
-    def _release_saved(self, storage: Storage, start: int, stop: int) -> int:
-        """Wait until this byte range is saved, and release all granules that are done by now."""
-        storage.wait_saved(start, stop)
-        # A granule may be done only together with the neighbouring range, so take the joined one.
-        first, last = storage.done.add(start, stop)
-        return storage.release_inside(first, last)
+    def _release_saved(self, storage: Storage, ranges: Iterable[Span]) -> int:
+        """Wait until each range is saved, and release all granules that are done by then."""
+        released = 0
+        for start, stop in ranges:
+            storage.wait_saved(start, stop)
+            # A granule may be done only together with its neighbours, so take the joined range.
+            released += storage.release_inside(*storage.done.add(start, stop))
+        return released
 
-    def _save(self, storage: Storage, start: int, stop: int) -> int:
-        """Copy the unsaved part of this byte range to the arena; return the bytes copied."""
+    def _save(self, storage: Storage, ranges: Iterable[Span]) -> int:
+        """Copy the unsaved part of these byte ranges to the arena; return the bytes copied."""
         if storage.action == "drop":
             return 0
         copied = 0
-        for first, last in pieces(storage.saved.missing(start, stop)):
+        unsaved = [gap for start, stop in ranges for gap in storage.saved.missing(start, stop)]
+        for first, last in pieces(unsaved):
             slot = self._slot(storage)[first:last]
             copy = self._copier.copy(slot, storage.bytes_view()[first:last], "to host")
             # Before `saved`: a range that counts as saved must have a copy to wait for.
@@ -522,9 +514,8 @@ class Offloader:
     def _complete(self, kind: Kind, *, read_only: bool = False, is_late: bool = False) -> None:
         """Wait for the copies of an onload; the kind is present when all its storages are back."""
         storages = self._departed[kind]
-        saved = [storage for storage in storages if storage.action == "copy"]
         # Read before `complete` resets it.
-        is_saved = all(storage.saved.nbytes == storage.nbytes for storage in saved)
+        saved = [storage for storage in storages if storage.saved.nbytes == storage.nbytes]
         arrivals = [copy for storage in storages for copy in storage.arrivals]
         reached = None
         try:
@@ -544,8 +535,8 @@ class Offloader:
                 code="onload-failed",
             ) from error
         if not any(storage.released.nbytes for storage in storages):
-            if read_only and is_saved:
-                contents = {storage.key: SavedContents.of(storage) for storage in saved}
+            if read_only:
+                contents = {storage.identity: SavedContents.of(storage) for storage in saved}
                 self._unchanged[kind] = contents
             self._offloaded.pop(kind, None)
             del self._departed[kind]
