@@ -87,7 +87,7 @@ def offload_figures(target: Target, numel: int, repeat: int) -> Iterator[Timing 
     for _ in range(repeat + 1):
         seconds[OFFLOAD].append(seconds_of(device, offloader.offload))
         left = use.observe()
-        residual = sum(sum(by_owner.values()) for by_owner in offloader.resident_nbytes().values())
+        residual = sum(offloader.resident_nbytes().values())
         seconds[ONLOAD].append(seconds_of(device, offloader.onload))
         use.observe()
     after = [item.tensor[::step] for item in items if item.action == "copy"]

@@ -197,11 +197,7 @@ def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
 def _resident(worker: ActorHybridWorker) -> int:
     """Return the bytes of training state on the device of this rank."""
     worker.sharding.offloader.onload(set(KINDS))
-    return sum(
-        nbytes
-        for owners in worker.sharding.offloader.resident_nbytes().values()
-        for nbytes in owners.values()
-    )
+    return sum(worker.sharding.offloader.resident_nbytes().values())
 
 
 def _time(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -426,14 +425,14 @@ class Survey:
     storages: list[Storage]
     caches: list[OffloadItem]
 
-    def resident_nbytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of device memory by kind and owner."""
-        resident = {kind: Counter[str]() for kind in KINDS}
+    def resident_nbytes(self) -> dict[Kind, int]:
+        """Return the bytes of device memory by kind."""
+        resident = dict.fromkeys(KINDS, 0)
         for storage in self.storages:
-            resident[storage.kind][storage.owner] += storage.resident_nbytes()
+            resident[storage.kind] += storage.resident_nbytes()
         for item in self.caches:
-            resident[item.kind][item.owner] += item.tensor.untyped_storage().nbytes()
-        return {kind: dict(by_owner) for kind, by_owner in resident.items()}
+            resident[item.kind] += item.tensor.untyped_storage().nbytes()
+        return resident
 
     def forget_caches(self, kinds: Collection[Kind]) -> int:
         """Make the owners of these kinds' caches drop them, and return the bytes."""

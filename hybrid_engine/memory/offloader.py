@@ -318,8 +318,8 @@ class Offloader:
                 nbytes[storage.kind] += storage.released.nbytes
         return nbytes
 
-    def resident_nbytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes on the device by kind and owner, of each storage's first owner."""
+    def resident_nbytes(self) -> dict[Kind, int]:
+        """Return the bytes on the device by kind."""
         return (self._inventory or self._survey()).resident_nbytes()
 
     def held_nbytes(self) -> int:

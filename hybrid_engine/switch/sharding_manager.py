@@ -346,8 +346,7 @@ class ShardingManager(Switch):
             return
         with self._phase("fit"):
             away = self.offloader.away_nbytes()
-            by_owner = self.offloader.resident_nbytes()
-            resident = {kind: sum(by_owner[kind].values()) for kind in KINDS}
+            resident = self.offloader.resident_nbytes()
             nbytes = {kind: away[kind] + resident[kind] for kind in automatic}
             room = math.inf
             if self.job.device.type == "cuda":

@@ -316,7 +316,7 @@ class Switch(ABC):
             arriving.enter_context(span("wait"))
 
     def _training_nbytes(self) -> int:
-        return sum(sum(by_owner.values()) for by_owner in self.offloader.resident_nbytes().values())
+        return sum(self.offloader.resident_nbytes().values())
 
     def _note_peak(self, training: int | None = None) -> None:
         """Update the peak from the bytes on the device; None: determine those of training."""

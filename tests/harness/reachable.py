@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +46,9 @@ def reachable(**roots: Any) -> Iterator[Reached]:
 
 
 def residual(items: Iterable[OffloadItem], reached: Iterable[Reached]) -> dict[str, int]:
-    """Return bytes still on the device (here "cpu"), by owner: of items and of other tensors."""
+    """Return bytes still on the device (here "cpu"): of all items and, by owner, of other tensors."""
     listed = survey(items, "cpu")
-    resident = {owner: n for owners in listed.resident_nbytes().values() for owner, n in owners.items() if n}
+    resident = Counter(items=sum(listed.resident_nbytes().values()))
     seen = {item.key for item in listed.storages} | {storage_of(item.owner, item.tensor)[1] for item in listed.caches}
     for reach in reached:
         storage, key, buffer = storage_of(reach.owner, reach.tensor)
@@ -56,7 +56,7 @@ def residual(items: Iterable[OffloadItem], reached: Iterable[Reached]) -> dict[s
         if reach.tensor.device.type == "cpu" and key not in seen and nbytes:
             seen.add(key)
             owner = reach.owner if reach.stays else f"{UNACCOUNTED}{reach.owner}"
-            resident[owner] = resident.get(owner, 0) + nbytes
+            resident[owner] += nbytes
     return resident
 
 

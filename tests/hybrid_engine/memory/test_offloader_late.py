@@ -13,7 +13,7 @@ import torch
 from hybrid_engine.errors import OffloadError, StateError
 from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Items, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Items, OffloadItem, survey
 from hybrid_engine.memory.offloader import Offloader
 from tests.harness.errors import refused
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
@@ -49,8 +49,7 @@ class Rig:
         return [tensor for tensors in self.tensors.values() for tensor in tensors]
 
     def on_device(self, kind: str) -> list[bool]:
-        resident = self.offloader.resident_nbytes()[kind]
-        return [resident[f"{kind} {n}"] > 0 for n in range(4)]
+        return [s.resident_nbytes() > 0 for s in survey(self.inventory(), "cpu").storages if s.kind == kind]
 
     def assert_restored(self) -> None:
         assert all(map(torch.equal, self.all(), self.expected))

@@ -351,7 +351,7 @@ class Rig:
 
     def resident(self) -> set[str]:
         """Return the kinds on the device; assert that no byte of the other kinds is."""
-        nbytes = {kind: sum(by_owner.values()) for kind, by_owner in self.offloader.resident_nbytes().items()}
+        nbytes = self.offloader.resident_nbytes()
         for kind in KINDS:
             if self.offloader.is_offloaded(kind):
                 assert nbytes[kind] == 0, kind

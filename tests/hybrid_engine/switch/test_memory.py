@@ -58,17 +58,17 @@ def test_peaks_are_those_of_plans_and_cycles_leak_nothing(model: Path, case: str
     offloader = sharding.offloader
     for state in (State.INFER, State.FORWARD):
         sharding.enter(state)
-    training = sum(offloader.resident_nbytes()["param"].values())
+    training = offloader.resident_nbytes()["param"]
     inference = worker.inference.adaptor.nbytes
     bucket = max(bucket.nbytes for bucket in sharding.plan.buckets)
     assert len(sharding.plan.buckets) > 8  # so that a bucket is small beside a layout
     peak = sharding.enter(State.INFER).peak_bytes
-    left = _resident_nbytes(offloader)
+    left = sum(offloader.resident_nbytes().values())
     highest = 0
     usages: list[dict[str, int]] = []
     for cycle in range(NUM_CYCLES):
         sharding.enter(State.TRAIN)
-        of_state = _resident_nbytes(offloader)
+        of_state = sum(offloader.resident_nbytes().values())
         highest = max(highest, sharding.enter(State.INFER).peak_bytes)
         if cycle >= WARM_UP:
             usages.append(_measure_process(offloader.host_nbytes()))
@@ -91,10 +91,6 @@ def test_peaks_are_those_of_plans_and_cycles_leak_nothing(model: Path, case: str
     before, *_, after = usages
     assert after.pop("arenas") == before.pop("arenas")
     assert {name: (before[name], after[name]) for name in before if after[name] > before[name]} == {}
-
-
-def _resident_nbytes(offloader: Any) -> int:
-    return sum(sum(by_owner.values()) for by_owner in offloader.resident_nbytes().values())
 
 
 def _measure_process(host_nbytes: int) -> dict[str, int]:

@@ -91,14 +91,14 @@ def offload_each_alone(engine: Any, offloader: Offloader) -> None:
             if item.kind == "grad":
                 item.tensor.fill_(1)  # zeros not written since they were onloaded have no pages
         offloader.offload({kind})
-        assert [other for other, owners in offloader.resident_nbytes().items() if not sum(owners.values())] == [kind]
+        assert [other for other, nbytes in offloader.resident_nbytes().items() if not nbytes] == [kind]
         offloader.onload({kind}, late={kind})
         offloader.wait()
 
 
 def offload_in_parts(engine: Any, offloader: Offloader) -> None:
     """Offload parameters by pages, then everything; onload, offload and onload again."""
-    total = sum(sum(owners.values()) for owners in offloader.resident_nbytes().values())
+    total = sum(offloader.resident_nbytes().values())
     flats = list(engine.weights.buffers().values())
     halves = [Part(flat, 0, flat.numel() // 2) for flat in flats]
     for _ in range(2):  # the second call finds nothing left to move
