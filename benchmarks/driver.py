@@ -116,7 +116,7 @@ def virtual_memory(driver: CudaDriver, chunk: int) -> Figures:
         for start, handle in zip(addresses, handles, strict=True):
             driver.map(start, chunk, handle)
     with clock.phase("export"):
-        descriptors = [driver.export_descriptor(handle) for handle in handles]
+        descriptors = [driver.export(start) for start in addresses]
     with clock.phase("import"):
         imported = [driver.import_descriptor(descriptor) for descriptor in descriptors]
     for descriptor, handle in zip(descriptors, imported, strict=True):

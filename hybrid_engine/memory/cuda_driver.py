@@ -5,8 +5,8 @@ Memory Management". Run on an H200 and an H100 by tests/gpu, and on the GPU in s
 
 Rules for callers:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
-    memory is freed when its handle is released, it is mapped nowhere and no exported descriptor is
-    open, in any process
+    memory is freed when it is mapped nowhere, no exported descriptor is open, in any process, and
+    its handle is released, which the methods `…_at` do at once
     a mapped chunk may be touched only after its access was set
     unmapping does not wait for kernels: finish_stream or synchronize first
 """
@@ -106,6 +106,25 @@ class CudaDriver:
             self.unmap(address, nbytes)
             raise
 
+    def create_at(self, address: int, nbytes: int) -> None:
+        """Allocate memory, as `create` does, that is freed when it is mapped nowhere any more."""
+        self._map_alone(address, nbytes, self.create(nbytes))
+
+    def share_at(self, address: int, nbytes: int, other: int) -> None:
+        """Map the memory that is mapped at another address at this one as well."""
+        self._map_alone(address, nbytes, self.retain(other))
+
+    def import_at(self, address: int, nbytes: int, descriptor: int) -> None:
+        """Map memory that another process exported."""
+        self._map_alone(address, nbytes, self.import_descriptor(descriptor))
+
+    def _map_alone(self, address: int, nbytes: int, handle: Any) -> None:
+        """Map memory, and release its handle: the mapping alone keeps the memory."""
+        try:
+            self.map(address, nbytes, handle)
+        finally:
+            self.release(handle)
+
     def permit(self, address: int, nbytes: int, right: str = "READWRITE") -> None:
         """Let the device read and write mapped memory by this address; "NONE": forbid it."""
         access = self._api.CUmemAccessDesc()
@@ -119,9 +138,13 @@ class CudaDriver:
         """Unmap whole mappings of an address range, which stays reserved."""
         self._call("cuMemUnmap", address, nbytes)
 
-    def export_descriptor(self, handle: Any) -> int:
-        """Return a file descriptor of the physical memory; the caller closes it."""
-        return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
+    def export(self, address: int) -> int:
+        """Return a file descriptor of the memory mapped at an address; the caller closes it."""
+        handle = self.retain(address)
+        try:
+            return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
+        finally:
+            self.release(handle)
 
     def import_descriptor(self, descriptor: int) -> Any:
         """Return a handle of memory that another process exported; the descriptor is not kept."""

@@ -3,7 +3,7 @@
 Run on an H200 and an H100; between GPUs only in software (tests/software_gpu).
 
     create     one address range; chunks of physical memory, created, mapped
-    release    wait for the stream -> notify peers -> close descriptor -> unmap -> free the chunk
+    release    wait for the stream -> notify peers -> close descriptor -> unmap: the chunk is free
     restore    a new chunk of physical memory at the old address; contents undefined
 
 A restored chunk is new memory, so a peer's older mapping is stale. Peers therefore map a table, as
@@ -35,7 +35,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -158,8 +157,6 @@ class Chunks(_ChunkedRange):
         granule = driver.granularity()
         chunk_nbytes = chunk_nbytes_for(nbytes, granule)
         count = -(-nbytes // chunk_nbytes)
-        # Handles of physical memory, None while a chunk has none.
-        self._handles: list[Any | None] = [None] * count
         self._next_serial = AWAY + 1
         self._is_exported = False
         self._table_memory = HostMemory(count * torch.int64.itemsize, f"{label}.chunks")
@@ -167,9 +164,10 @@ class Chunks(_ChunkedRange):
         super().__init__(driver, round_up(nbytes, granule), chunk_nbytes)
         # Descriptors of exported chunks, by number.
         self._descriptors: dict[int, Descriptor] = {}
-        # Pieces of a pool behind the chunks, and those of these chunks that have contents.
-        self._pieces: dict[int, list[PoolPiece]] = {}
+        # Numbers of the chunks that may be touched.
         self._present: set[int] = set()
+        # Pieces of a pool behind the chunks.
+        self._pieces: dict[int, list[PoolPiece]] = {}
         self._is_settled = False
         self._is_inherited = False
         _all_chunks.add(self)
@@ -187,12 +185,12 @@ class Chunks(_ChunkedRange):
 
         Work on other streams that uses the chunks must have ended.
         """
-        resident = [index for index in self.within(first, last) if self.is_resident(index)]
-        if resident:
+        present = self._present.intersection(self.within(first, last))
+        if present:
             # Once for all chunks. Unmapping does not wait for kernels.
             self.driver.finish_stream()
-        for index in resident:
-            self.unmap(index)
+        for index in sorted(present):
+            self._unmap(index)
 
     def restore(self, first: int, last: int) -> None:
         """Allocate the chunks of bytes [first, last) that have no memory; others keep contents.
@@ -200,26 +198,18 @@ class Chunks(_ChunkedRange):
         Raises DeviceMemoryError for lack of memory; a later call continues from there.
         """
         for index in self.within(first, last):
-            if not self.is_resident(index):
-                self.map(index)
+            if index not in self._present:
+                self._map(index)
 
-    def is_resident(self, index: int) -> bool:
-        if index in self._pieces:
-            return index in self._present
-        return self._handles[index] is not None
-
-    def resident(self) -> list[tuple[int, int, Any]]:
-        """Return number, bytes and driver's handle of the resident chunks."""
-        return [
-            (index, self._place(index)[1], handle)
-            for index, handle in enumerate(self._handles)
-            if self.is_resident(index)
-        ]
+    def resident(self) -> Iterator[tuple[int, int, int]]:
+        """Yield number, address and bytes of the resident chunks."""
+        for index in sorted(self._present):
+            yield index, *self._place(index)
 
     @property
     def is_late(self) -> bool:
         """True if inference uses none of this memory before its weights are filled."""
-        return len([*self.late_ranges()]) == len(self._handles)
+        return len([*self.late_ranges()]) == self._table.size
 
     def late_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the byte ranges that inference uses only after its weights are filled, or never."""
@@ -231,7 +221,7 @@ class Chunks(_ChunkedRange):
 
     def resident_nbytes(self) -> int:
         """Return the bytes of physical memory behind the range now."""
-        return sum(nbytes for _, nbytes, _ in self.resident())
+        return sum(nbytes for _, _, nbytes in self.resident())
 
     def settle(self, pieces: Sequence[tuple[int, PoolPiece]]) -> None:
         """Note that a pool has mapped the whole range, of which nothing was resident.
@@ -253,71 +243,62 @@ class Chunks(_ChunkedRange):
         if self._table[index] != AWAY:
             self._table[index] |= _SHARED
         piece.take("training", (self.address, index))
-        self._present.add(index)
 
     def leave_pool(self) -> None:
-        """Free memory of a pool that has no contents here; chunks with contents keep theirs.
+        """Free memory of a pool that has no contents here; chunks that were lent keep contents.
 
-        A settled range must have no contents at all. Does nothing outside of a pool.
+        Does nothing outside of a pool.
         """
+        for index, pieces in self._pieces.items():
+            for piece in pieces:
+                piece.leave((self.address, index))
+            if self._is_settled:
+                self._present.discard(index)
+            elif index in self._present:
+                self._table[index] &= ~_SHARED
+            else:
+                self._free(index)
         if self._is_settled:
             self.driver.unmap(self.address, self.reserved_nbytes)
-        for index in self._pieces:
-            if index in self._present:
-                self._table[index] &= ~_SHARED
-                self._leave(index)
-            elif not self._is_settled:
-                self._free(index)
         self._is_settled = False
         self._pieces.clear()
 
-    def map(self, index: int) -> None:
-        """Allocate and map a chunk; after a failure it is absent as before."""
+    def _map(self, index: int) -> None:
+        """Give a chunk memory; after a failure it is absent as before."""
         if index in self._pieces:
             for piece in self._pieces[index]:
                 piece.take("training", (self.address, index))
-            if not self._present:
+            if self._present.isdisjoint(self._pieces):
                 self._permit("READWRITE")
-            self._present.add(index)
-            if self._table[index] != AWAY:
-                # Negative since `unmap`: the same memory, so peers that have
-                # it mapped may read it again.
-                self._table[index] = abs(self._table[index])
-            elif self._is_exported:
-                self._publish(index)
-            return
-        address, nbytes = self._place(index)
-        handle = self.driver.create(nbytes)
-        try:
-            self.driver.map(address, nbytes, handle)
-        except BaseException:
-            self.driver.release(handle)
-            raise
-        self._handles[index] = handle
-        # Only a resident chunk can be published, and `unmap` undoes a publication.
-        if self._is_exported:
+        else:
+            self.driver.create_at(*self._place(index))
+        # Only a resident chunk can be published, and `_unmap` undoes a publication.
+        self._present.add(index)
+        if self._table[index] != AWAY:
+            # Negative since `_unmap`: the same memory, so peers that have
+            # it mapped may read it again.
+            self._table[index] = abs(self._table[index])
+        elif self._is_exported:
             try:
                 self._publish(index)
             except BaseException:
-                self.unmap(index)
+                self._unmap(index)
                 raise
 
-    def unmap(self, index: int) -> None:
-        """Free a chunk."""
-        if index in self._pieces:
-            # A peer that reads it now gets an error, and keeps it mapped.
-            self._table[index] = -self._table[index]
-            self._leave(index)
-            if not self._present:
-                # Whoever still touches it must not find the contents of inference.
-                self._permit("NONE")
+    def _unmap(self, index: int) -> None:
+        """Free a chunk, or leave the memory of a pool to inference."""
+        if index not in self._pieces:
+            self._free(index)
+            self._present.discard(index)
             return
-        self._free(index)
-
-    def _leave(self, index: int) -> None:
+        # A peer that reads it now gets an error, and keeps it mapped.
+        self._table[index] = -self._table[index]
         self._present.discard(index)
         for piece in self._pieces[index]:
             piece.leave((self.address, index))
+        if self._present.isdisjoint(self._pieces):
+            # Whoever still touches it must not find the contents of inference.
+            self._permit("NONE")
 
     def _permit(self, right: str) -> None:
         """Give this right to all memory of a pool, in one call for each range without gaps."""
@@ -330,9 +311,6 @@ class Chunks(_ChunkedRange):
         # First, so that a peer that fetches the descriptor later gets an error.
         self._withdraw(index)
         self.driver.unmap(*self._place(index))
-        handle = self._handles[index]
-        self._handles[index] = None
-        self.driver.release(handle)
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
         """Return a handle for peers, of `numel` elements from byte `offset`.
@@ -341,8 +319,8 @@ class Chunks(_ChunkedRange):
         """
         _raise_limit()
         # Chunks that were published before keep their serial numbers.
-        for index in range(len(self._handles)):
-            if self.is_resident(index) and self._table[index] == AWAY:
+        for index in self._present:
+            if self._table[index] == AWAY:
                 self._publish(index)
         self._is_exported = True
         return DeviceHandle(
@@ -365,23 +343,19 @@ class Chunks(_ChunkedRange):
             return
         # Kernels on any stream may still use the memory.
         self.driver.synchronize()
-        for index, handle in enumerate(self._handles):
-            if index in self._pieces:
-                self._leave(index)
-            if handle is not None:
-                self._free(index)
-        if self._is_settled:
-            self.driver.unmap(self.address, self.reserved_nbytes)
+        self.leave_pool()
+        for index in self._present:
+            self._free(index)
         self.driver.unreserve(self.address, self.reserved_nbytes)
 
     def _publish(self, index: int) -> None:
         try:
-            fd = self.driver.export_descriptor(self._handles[index])
+            fd = self.driver.export(self._place(index)[0])
         except DeviceMemoryError as error:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             num_open = len(os.listdir("/proc/self/fd"))
             raise DeviceMemoryError(
-                f"chunk {index} of {len(self._handles)} ({self._place(index)[1]} bytes) cannot be "
+                f"chunk {index} of {self._table.size} ({self._place(index)[1]} bytes) cannot be "
                 f"exported: {error}. This process has {num_open} of {limit} file descriptors open. "
                 "Raise the limit (`ulimit -n`) if it is reached",
                 code="cannot-export",
@@ -533,12 +507,7 @@ class DevicePeer(_ChunkedRange):
         """Map another process's chunk, replacing an older mapping."""
         if index in self._mapped:
             self._unmap([index])
-        handle = self.driver.import_descriptor(descriptor)
-        try:
-            self.driver.map(*self._place(index), handle)
-        finally:
-            # The mapping alone keeps the memory.
-            self.driver.release(handle)
+        self.driver.import_at(*self._place(index), descriptor)
         self._mapped[index] = serial
 
     def _unmap(self, mapped: Iterable[int]) -> None:

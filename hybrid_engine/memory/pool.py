@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 from hybrid_engine.memory.cuda_driver import CudaDriver
@@ -158,12 +158,7 @@ class SharedSegment:
                 elif piece is not None:
                     piece.take("inference", self._address)
                 elif start not in self._own:
-                    handle = self._driver.create(nbytes)
-                    try:
-                        self._driver.map(start, nbytes, handle)
-                    finally:
-                        # The mapping alone keeps the memory.
-                        self._driver.release(handle)
+                    self._driver.create_at(start, nbytes)
                     self._own[start] = nbytes
         except BaseException:
             self.sleep()
@@ -237,45 +232,38 @@ class Pool:
         # They may have belonged to the pool of an earlier engine.
         for memory in self._memories:
             memory.leave_pool()
-        # Bytes and handles of chunks with contents: (memory, number, bytes, handle).
+        # Chunks with contents: memory, number, address and bytes.
         chunks = [(memory, *chunk) for memory in lenders for chunk in memory.resident()]
         cuts = share_out(
-            [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes, _ in chunks], ranges
+            [room.reserved_nbytes for room in rooms], [nbytes for *_, nbytes in chunks], ranges
         )
         in_rooms: list[list[tuple[int, PoolPiece]]] = [[] for _ in rooms]
         in_segments: defaultdict[int, list[tuple[int, int, PoolPiece | None]]] = defaultdict(list)
         lent: list[tuple[Chunks, int, PoolPiece]] = []
         ends = [room.address for room in rooms]
         ends_of_ranges = [of.address for of in ranges]
-        # `handles` gives handles back in any case, `undo` unmaps only after a failure.
-        with ExitStack() as handles, ExitStack() as undo:
-
-            def map_at(address: int, nbytes: int, handle: Any) -> None:
-                driver.map(address, nbytes, handle)
-                undo.callback(driver.unmap, address, nbytes)
-
+        with ExitStack() as undo:
             for nbytes, room, chunk, number in cuts:
-                piece = None
-                handle = None
-                if room is not None or chunk is not None:
-                    # What no range shares is never inference's, which counts as late.
-                    piece = PoolPiece(number is None or ranges[number].is_late)
-                if room is not None and piece is not None:
-                    handle = driver.create(nbytes)
-                    # The mappings alone keep the memory.
-                    handles.callback(driver.release, handle)
-                    map_at(ends[room], nbytes, handle)
+                # What no range shares is never inference's, which counts as late.
+                piece = PoolPiece(number is None or ranges[number].is_late)
+                source = None  # training's address of the memory
+                if room is not None:
+                    source = ends[room]
                     ends[room] += nbytes
+                    driver.create_at(source, nbytes)
+                    undo.callback(driver.unmap, source, nbytes)
                     in_rooms[room].append((nbytes, piece))
-                if chunk is not None and piece is not None:
-                    memory, index, _, handle = chunks[chunk]
+                elif chunk is not None:
+                    memory, index, source, _ = chunks[chunk]
                     lent.append((memory, index, piece))
                 if number is not None:
                     start = ends_of_ranges[number]
                     ends_of_ranges[number] += nbytes
-                    if piece is not None:
-                        map_at(start, nbytes, handle)
-                    in_segments[ranges[number].segment].append((start, nbytes, piece))
+                    if source is not None:
+                        driver.share_at(start, nbytes, source)
+                        undo.callback(driver.unmap, start, nbytes)
+                    part = (start, nbytes, None if source is None else piece)
+                    in_segments[ranges[number].segment].append(part)
             undo.pop_all()
         for settled, pieces in zip(rooms, in_rooms, strict=True):
             settled.settle(pieces)

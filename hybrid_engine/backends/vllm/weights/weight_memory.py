@@ -261,7 +261,7 @@ class SleepMode(WeightMemory):
             # What is dropped is for weights first, and then for the first blocks.
             left = max(_reserved(dropped) - sum(weights.values()), 0)
             # Chunks are taken whole, so a part of each layer's memory may be of no use for them.
-            largest = max((nbytes for of in lenders for _, nbytes, _ in of.resident()), default=0)
+            largest = max((nbytes for of in lenders for _, _, nbytes in of.resident()), default=0)
             last = _reserved(saved) + _reserved(lenders) + len(self._blocks.layers) * largest
             last = min(last, sum(caches.values()) - left)
             ranges += self._blocks.ranges(last, driver.granularity())
