@@ -56,7 +56,7 @@ class ElasticBuffer:
         """Reserve `numel` elements; on CUDA no memory is allocated until `restore`.
 
         Args:
-            numel: elements.
+            numel: elements; at least one.
             dtype: dtype of the tensor.
             label: visible in /proc/<pid>/maps.
             device: "cpu" or a CUDA device.
@@ -64,10 +64,7 @@ class ElasticBuffer:
         Raises:
             StateError: the device has no elastic buffers (`allocate_elastic` then returns an
                 ordinary tensor).
-            ValueError: `numel` is below 1.
         """
-        if numel < 1:
-            raise ValueError(f"numel must be >= 1, got {numel}")
         device = torch.device(device)
         self._numel = numel
         self._dtype = dtype
@@ -92,39 +89,34 @@ class ElasticBuffer:
         """Unit of release, in bytes from the start: a page on the CPU, a chunk on CUDA."""
         return self.memory.granularity
 
+    def inside(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes of the granules wholly inside [start, stop); the last ends at `nbytes`.
+
+        With granules of 4,096 bytes, 4,096 to 8,192 are inside 1,000 to 10,000.
+        """
+        granule = self.granularity
+        return round_up(start, granule), stop if stop == self.nbytes else stop // granule * granule
+
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Release the byte range [start, stop); contents are lost. Default: the whole buffer.
 
-        Bounds are rounded inwards to whole granules, of which the last ends with the buffer. On
-        CUDA this waits for the current stream, and the memory is free once no peer has it mapped.
-        Raises ValueError on an invalid range.
+        Granules shared with a neighbouring range stay. On CUDA this waits for the current stream,
+        and the memory is free once no peer has it mapped.
         """
-        start, stop = self._checked(start, stop)
-        memory = self.memory
-        granule = memory.granularity
-        # Inwards: memory shared with a neighbouring range stays.
-        # With granules of 4,096 bytes, bytes 1,000 to 10,000 release 4,096 to
-        # 8,192 and restore 0 to 12,288.
-        first = round_up(start, granule)
-        last = memory.reserved_nbytes if stop == self.nbytes else stop // granule * granule
+        first, last = self.inside(start, self.nbytes if stop is None else stop)
         if first < last:
-            memory.release(first, last)
+            self.memory.release(first, last)
 
     def restore(self, start: int = 0, stop: int | None = None) -> None:
         """Allocate the byte range [start, stop) again. Default: the whole buffer. Idempotent.
 
-        Bounds are rounded outwards to whole granules. Released ones then hold zeros on the CPU and
-        undefined values on CUDA; resident ones keep their contents. Raises DeviceMemoryError for
-        lack of memory: restored granules stay, and a later call continues from there.
+        So is the rest of its granules. Released ones then hold zeros on the CPU and undefined
+        values on CUDA; resident ones keep their contents. Raises DeviceMemoryError for lack of
+        memory: restored granules stay, and a later call continues from there.
         """
-        start, stop = self._checked(start, stop)
-        memory = self.memory
-        granule = memory.granularity
+        stop = self.nbytes if stop is None else stop
         if start < stop:
-            # Outwards: every byte of the range needs memory.
-            first = start // granule * granule
-            last = min(round_up(stop, granule), memory.reserved_nbytes)
-            memory.restore(first, last)
+            self.memory.restore(start, stop)
 
     def resident_nbytes(self) -> int:
         """Return the bytes of physical memory behind the buffer, whole granules."""
@@ -133,14 +125,6 @@ class ElasticBuffer:
     def export(self) -> Handle:
         """Return the handle of the whole buffer, for peers."""
         return self.memory.handle(0, self._numel, self._dtype)
-
-    def _checked(self, start: int, stop: int | None) -> tuple[int, int]:
-        stop = self.nbytes if stop is None else stop
-        if not 0 <= start <= stop <= self.nbytes:
-            raise ValueError(
-                f"invalid byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes"
-            )
-        return start, stop
 
 
 def is_elastic(device: torch.device | str | int) -> bool:

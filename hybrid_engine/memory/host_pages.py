@@ -214,7 +214,8 @@ class HostMemory(_FileMapping):
         self.lent_nbytes = 0
 
     def release(self, first: int, last: int) -> None:
-        """Return the pages of bytes [first, last) to the system; multiples of `granularity`."""
+        """Return the pages of bytes [first, last), whole ones, to the system."""
+        last = round_up(last, PAGE)
         if self._piece is not None:
             # Inference borrows from the start of the file until all of it
             # is back: a part frees nothing.

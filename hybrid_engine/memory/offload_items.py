@@ -327,12 +327,8 @@ class Storage:
     def release_inside(self, start: int, stop: int) -> int:
         """Release granules wholly inside this byte range of an elastic storage; return bytes."""
         assert self.buffer is not None, "only elastic storages are released in part"
-        granule = self.buffer.granularity
         before = self.released.nbytes
-        first = round_up(start, granule)
-        # The end of the storage counts as the end of its last granule.
-        last = stop if stop == self.nbytes else stop // granule * granule
-        for gap_start, gap_stop in self.released.missing(first, last):
+        for gap_start, gap_stop in self.released.missing(*self.buffer.inside(start, stop)):
             # Noted first: after an interrupt the contents come from the arena.
             self.released.add(gap_start, gap_stop)
             self.buffer.release(gap_start, gap_stop)

@@ -131,13 +131,8 @@ class Offloader:
 
     def is_offloaded(self, kind: Kind) -> bool:
         """Return True after an offload of the whole kind, until an onload of all has begun."""
-        if kind not in self._offloaded:
-            return False
-        storages = self._departed[kind]
         # A kind without storages leaves as well.
-        return not storages or any(
-            storage.released.nbytes and not storage.is_coming for storage in storages
-        )
+        return kind in self._offloaded and not self._is_coming(kind)
 
     def departure(self, kind: Kind) -> object | None:
         """Return a token of the current departure of an offloaded kind; None if not offloaded.
@@ -368,11 +363,8 @@ class Offloader:
 
     def _storages(self, kinds: Collection[Kind]) -> list[Storage]:
         """Return the storages of these kinds that have begun to leave, in order of kind."""
-        storages: list[Storage] = []
-        for kind in KINDS:
-            if kind in kinds:
-                storages += self._departed.get(kind, ())
-        return storages
+        leaving = [kind for kind in KINDS if kind in kinds]
+        return [storage for kind in leaving for storage in self._departed.get(kind, ())]
 
     def _on_device(self, kinds: Collection[Kind]) -> set[Kind]:
         """Return the kinds that are at least partly on the device, or on their way there."""
