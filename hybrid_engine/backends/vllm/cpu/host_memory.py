@@ -113,11 +113,8 @@ class CpuWeightMemory(WeightMemory):
     def close(self) -> None:
         self.give_back()
 
-    def restore(
-        self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
-    ) -> None:
-        names = (*(storage.name for storage in storages), *others)
-        for address, storage in _storages(live[name] for name in names if name in live).items():
+    def restore(self, tensors: Iterable[torch.Tensor]) -> None:
+        for address, storage in _storages(tensors).items():
             if address in self._loans:
                 self._loans[address].piece.take("inference", address)
                 self._given_back.discard(address)

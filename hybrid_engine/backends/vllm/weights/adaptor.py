@@ -366,8 +366,10 @@ class VllmAdaptor:
         live = self._processed.live
         storages = [storage for group in groups for storage in self._traced.storages_of(group)]
         passing = [storage for storage in storages if storage.name not in live]
-        derived = self._processed.derived_with(groups)
-        self._memory.restore(self._processed.resident, storages, derived)
+        resident = self._processed.resident
+        names = [storage.name for storage in storages]
+        names += self._processed.derived_with(groups)
+        self._memory.restore(resident[name] for name in names if name in resident)
         flats = self._memory.new(passing, self._processed.in_place)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         for storage, flat in zip(passing, flats, strict=True):

@@ -87,13 +87,8 @@ class WeightMemory:
             self.nbytes(live),
         )
 
-    def restore(
-        self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
-    ) -> None:
-        """Allocate memory, uninitialised, for those of these storages that are live and have none.
-
-        `others`: names of further tensors in `live` that get memory as well.
-        """
+    def restore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Allocate memory, uninitialised, for those of these live tensors that have none."""
 
     def share(self, live: Live, memories: Memories, leave: Callable[[], object]) -> bool:
         """See `ports.InferenceWeights.share_memory`."""
@@ -117,10 +112,13 @@ class WeightMemory:
 
     def nbytes(self, live: Live) -> int:
         """Return the bytes behind live weights and those kept for weights passing through."""
-        storages = (tensor.untyped_storage() for tensor in live.values())
-        # Live tensors may share a storage (a tied head).
-        by_address = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(by_address.values())
+        return sum(_storages(live.values()).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return address -> bytes of the storages of tensors, which may share one (a tied head)."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _do_nothing() -> None:
@@ -178,15 +176,12 @@ class SleepMode(WeightMemory):
                 internals.SUSPEND_COMMUNICATORS.load()()
         self._weights.sleep()
 
-    def restore(
-        self, live: Live, storages: Sequence[WeightStorage], others: Iterable[str] = ()
-    ) -> None:
+    def restore(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._is_asleep:
             self._is_asleep = False
             if self._suspends_communicators:
                 internals.RESUME_COMMUNICATORS.load()()
-        names = (*(storage.name for storage in storages), *others)
-        self._weights.wake(live[name] for name in names if name in live)
+        self._weights.wake(tensors)
 
     def complete(self) -> None:
         self._weights.wake()
@@ -272,11 +267,10 @@ class SleepMode(WeightMemory):
         self._leave = weakref.WeakMethod(leave)
         _shared.update(self._pool.segments)
         for data in (*self._weights.segments, *self._caches.segments):
-            segment = self._pool.segments.get(_start(data))
-            if segment is not None:
+            if _start(data) in _shared:
                 # vLLM's extension releases this handle when it frees the segment.
                 number = ctypes.c_uint64.from_address(data.handle[3])
-                number.value = int(segment.handle)
+                number.value = int(_shared[_start(data)].handle)
         return True
 
     def give_back(self) -> None:
@@ -500,12 +494,8 @@ class SleepingSegments:
             for segment in pool.snapshot()
         }
         every = SleepingSegments(allocator.pointer_to_data.values())
-        storages = {}
-        for tensor in weights:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
         taken: Counter[int] = Counter()
-        for address, nbytes in storages.items():
+        for address, nbytes in _storages(weights).items():
             for segment in every._in(address, nbytes):
                 taken[_start(segment)] += nbytes
         filled = [
@@ -526,16 +516,20 @@ class SleepingSegments:
         Raises RuntimeError if memory is short, as vLLM's allocator does; segments that woke up
         before stay awake.
         """
-        if tensors is None:
-            segments = self.segments
-        else:
-            segments = []
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                segments += self._in(storage.data_ptr(), storage.nbytes())
+        segments = self.segments
+        if tensors is not None:
+            storages = _storages(tensors).items()
+            segments = [data for address, nbytes in storages for data in self._in(address, nbytes)]
+        create_and_map = internals.CREATE_AND_MAP.load()
         for segment in segments:
             if segment.is_asleep:
-                _map(segment)
+                try:
+                    create_and_map(segment.handle)
+                except RuntimeError:
+                    # Memory is short: free what this process does not use.
+                    gc.collect()
+                    torch.accelerator.empty_cache()
+                    create_and_map(segment.handle)
                 segment.is_asleep = False
 
     def sleep(self) -> None:
@@ -561,14 +555,3 @@ class SleepingSegments:
 
 def _start(segment: Any) -> int:
     return int(segment.handle[2])
-
-
-def _map(segment: Any) -> None:
-    """Map a segment as vLLM does; if memory is short, first free unused memory of this process."""
-    create_and_map = internals.CREATE_AND_MAP.load()
-    try:
-        create_and_map(segment.handle)
-    except RuntimeError:
-        gc.collect()
-        torch.accelerator.empty_cache()
-        create_and_map(segment.handle)

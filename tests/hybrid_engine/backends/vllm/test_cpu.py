@@ -109,7 +109,7 @@ class Sides:
         for buffer in self.buffers:
             buffer.release()
         assert not any(buffer.resident_nbytes() for buffer in self.buffers)
-        self.memory.restore(self.live, (), self.live)
+        self.memory.restore(self.live.values())
         assert self.memory.nbytes(self.live) == sum(tensor.nbytes for tensor in self.live.values())
         for number, tensor in enumerate(self.live.values()):
             tensor.fill_(value + number)
@@ -171,7 +171,7 @@ def test_a_switch_touches_no_new_page() -> None:
     sides.train(4)
     assert buffer.resident_nbytes() == pages
     with pytest.raises(StateError, match="training"):
-        sides.memory.restore(sides.live, (), sides.live)
+        sides.memory.restore(sides.live.values())
 
 
 def test_another_engine_gets_no_memory_with_contents() -> None:

@@ -47,10 +47,6 @@ def memory(vllm: SleepingVllm) -> SleepMode:
     return SleepMode(lambda: vllm.worker)
 
 
-def storages(*names: str) -> list[Any]:
-    return [SimpleNamespace(name=name) for name in names]
-
-
 @pytest.mark.slow  # imports vLLM
 def test_module_tensors_leave_the_memory_of_weights(vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("imported_while_weights_are_loaded")
@@ -73,16 +69,16 @@ def test_weights_wake_up_group_by_group(vllm: SleepingVllm, memory: SleepMode) -
         memory.free(live)
         assert vllm.asleep() == ALL
         assert memory.nbytes(live) == 0
-        memory.restore(live, storages("d"))
+        memory.restore([live["d"]])
         assert vllm.asleep() == ["second", "kv"]
         # What no fill writes has stayed.
         assert bool((vllm.model.rotary == 7).all() and (vllm.workspace == 5).all())
         assert memory.nbytes(live) == 2 * 64
         live["d"].fill_(value)
-        memory.restore(live, storages("b"))
+        memory.restore([live["b"]])
         assert vllm.asleep() == ["kv"]
         live["c"].fill_(value)
-        memory.restore(live, storages("c"))
+        memory.restore([live["c"]])
         memory.complete()
         # Mapping a segment again would lose the values.
         assert bool((live["d"] == value).all() and (live["c"] == value).all())
@@ -110,7 +106,7 @@ def test_segments_with_anything_else_stay(
 ) -> None:
     change(vllm)
     memory.free(vllm.live)
-    memory.restore(vllm.live, storages("passes through"), others=derived)
+    memory.restore(vllm.live[name] for name in derived)
     assert vllm.asleep() == asleep
     memory.complete()
     assert vllm.asleep() == ["kv"]
@@ -122,13 +118,13 @@ def test_a_wake_up_without_memory_can_be_undone(vllm: SleepingVllm, memory: Slee
     memory.free(live)
     limit(virtual_memory().nbytes + GRANULE)
     with pytest.raises(RuntimeError, match=r"(?i)out.of.memory"):
-        memory.restore(live, storages("d", "b"))
+        memory.restore([live["d"], live["b"]])
     assert not memory.is_given_back(live)
     memory.free(live)
     memory.free(live)
     assert vllm.asleep() == ALL
     limit(None)
-    memory.restore(live, storages("d"))
+    memory.restore([live["d"]])
     assert vllm.asleep() == ["second", "kv"]
 
 
