@@ -243,12 +243,6 @@ class Copier:
         end.record(stream)
         return QueuedCopy(begin, end)
 
-    def finish(self, direction: Direction) -> None:
-        """Wait until every copy in this direction is done."""
-        for (_, queued), stream in self._streams.items():
-            if queued == direction:
-                stream.synchronize()
-
     def finish_all(self) -> None:
         """Wait until no copy is queued. Never raises."""
         for stream in self._streams.values():

@@ -332,11 +332,6 @@ class Chunks(_ChunkedRange):
             dtype=str(dtype).removeprefix("torch."),
         )
 
-    def disown(self) -> None:
-        """Close inherited descriptors in a forked child; table and memory are the parent's."""
-        self._is_inherited = True
-        self._descriptors.clear()
-
     def end(self) -> None:
         """Free everything; the range must not be used afterwards."""
         if self._is_inherited:
@@ -381,8 +376,10 @@ _all_chunks: weakref.WeakSet[Chunks] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
+    """Close inherited descriptors in a forked child; tables and memory are the parent's."""
     for chunks in _all_chunks:
-        chunks.disown()
+        chunks._is_inherited = True
+        chunks._descriptors.clear()
 
 
 os.register_at_fork(after_in_child=_disown_all)
@@ -446,8 +443,11 @@ class DevicePeer(_ChunkedRange):
             self._map(chunks, serials.tolist())
             # The owner may have released a chunk since its number was read.
             self._raise_if_changed(chunks, serials)
+            dtype = getattr(torch, self._handle.dtype)
+            nbytes = self._handle.numel * dtype.itemsize
+            start = self.address + self._handle.offset
             try:
-                yield self._tensor()
+                yield tensor_over(start, nbytes, self.driver.device, self).view(dtype)
             finally:
                 # Unmapping does not wait for queued work.
                 self.driver.finish_stream()
@@ -464,13 +464,6 @@ class DevicePeer(_ChunkedRange):
         """Unmap all chunks; idempotent."""
         self._unmap(self._mapped)
 
-    def _tensor(self) -> torch.Tensor:
-        handle = self._handle
-        dtype = getattr(torch, handle.dtype)
-        nbytes = handle.numel * dtype.itemsize
-        start = self.address + handle.offset
-        return tensor_over(start, nbytes, self.driver.device, self).view(dtype)
-
     def _map(self, chunks: list[int], serials: list[int]) -> None:
         """Map the chunks that are not mapped, or mapped under an older serial number."""
         pairs = zip(chunks, serials, strict=True)
@@ -484,7 +477,10 @@ class DevicePeer(_ChunkedRange):
         )
         try:
             for (index, serial), descriptor in zip(missing, descriptors, strict=True):
-                self._map_chunk(index, serial, descriptor)
+                if index in self._mapped:
+                    self._unmap([index])
+                self.driver.import_at(*self._place(index), descriptor)
+                self._mapped[index] = serial
         except DeviceMemoryError as error:
             raise TransportError(
                 f"chunk {index} of a peer's buffer cannot be mapped: {error}. If it lies on "
@@ -502,13 +498,6 @@ class DevicePeer(_ChunkedRange):
                 "the owner released chunks of its buffer while they were read; fence the switch",
                 code="chunks-are-released",
             )
-
-    def _map_chunk(self, index: int, serial: int, descriptor: int) -> None:
-        """Map another process's chunk, replacing an older mapping."""
-        if index in self._mapped:
-            self._unmap([index])
-        self.driver.import_at(*self._place(index), descriptor)
-        self._mapped[index] = serial
 
     def _unmap(self, mapped: Iterable[int]) -> None:
         """Unmap these chunks; queued reads must have ended."""

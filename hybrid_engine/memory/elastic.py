@@ -43,6 +43,7 @@ class ElasticBuffer:
     Attributes:
         nbytes: bytes of the tensor, resident or not.
         address: start of the tensor; constant.
+        granularity: unit of release, in bytes from the start: a page on the CPU, a chunk on CUDA.
         memory: owner of pages, descriptors and mapping.
     """
 
@@ -76,6 +77,7 @@ class ElasticBuffer:
             # Tensors may be read until the very end of the process. The driver frees the memory.
             weakref.finalize(self, self.memory.end).atexit = False
         self.address = self.memory.address
+        self.granularity = self.memory.granularity
         _buffers[self.address] = self
 
     @property
@@ -83,11 +85,6 @@ class ElasticBuffer:
         """Flat tensor over the whole buffer."""
         flat = tensor_over(self.address, self.nbytes, self.memory.device, self)
         return flat.view(self._dtype)
-
-    @property
-    def granularity(self) -> int:
-        """Unit of release, in bytes from the start: a page on the CPU, a chunk on CUDA."""
-        return self.memory.granularity
 
     def inside(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bytes of the granules wholly inside [start, stop); the last ends at `nbytes`.

@@ -179,9 +179,7 @@ class Offloader:
                 for storage, ranges in staying.items():
                     self._save(storage, ranges.missing(0, storage.nbytes))
                 for storage, ranges in staying.items():
-                    copied = self._save(storage, [(0, storage.nbytes)])
-                    if ranges.nbytes:
-                        moved += copied
+                    moved += self._save(storage, ranges)
             # Dropped storages last: their contents are lost, so nothing that can fail may follow.
             for storage in sorted(leaving, key=lambda storage: storage.action == "drop"):
                 if staying[storage].nbytes:
@@ -259,9 +257,6 @@ class Offloader:
         if not read_only:
             for kind in requested:
                 self._unchanged.pop(kind, None)
-        if absent:
-            # Copies that `save_parts` began.
-            self._copier.finish("to host")
         begun: list[Kind] = []
         try:
             for kind in absent:
@@ -320,10 +315,6 @@ class Offloader:
     def held_nbytes(self) -> int:
         """Return the bytes on the device, without caches."""
         return sum(storage.resident_nbytes() for storage in self._survey().storages)
-
-    def host_nbytes(self) -> int:
-        """Return the bytes of host memory that the arenas hold."""
-        return sum(arena.nbytes for arena in self._arenas.values())
 
     def _refuse(self) -> None:
         """Refuse the use of tensors that are not on the device, unless the owner rests."""
@@ -490,6 +481,8 @@ class Offloader:
         `_complete` ends it.
         """
         storage.call_off()
+        # Copies that `save_parts` began.
+        storage.wait_saved(0, storage.nbytes)
         if not storage.released.nbytes:
             storage.forget_departure()
             return 0

@@ -332,7 +332,9 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "what is called off goes before it is there": Mutant("is called off", Storage, "_await_arrivals", Storage.call_off),
     "memory of what is late goes to others": Mutant("comes late and ends", torch.Tensor, "record_stream", Copier.copy),
-    "what stays is trained before it is saved": Mutant("is saved and stays", Copier, "finish", Offloader.onload),
+    "what stays is trained before it is saved": Mutant(
+        "is saved and stays", Storage, "wait_saved", Offloader._put_back
+    ),
     "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
     "what comes goes before it is there": Mutant("interrupted", Storage, "_await_arrivals", Storage.call_off),
     "what came goes before it is there": Mutant("given up", Storage, "complete", Offloader._onload_kind),

@@ -71,7 +71,7 @@ def test_peaks_are_those_of_plans_and_cycles_leak_nothing(model: Path, case: str
         of_state = sum(offloader.resident_nbytes().values())
         highest = max(highest, sharding.enter(State.INFER).peak_bytes)
         if cycle >= WARM_UP:
-            usages.append(_measure_process(offloader.host_nbytes()))
+            usages.append(_measure_process(sum(arena.nbytes for arena in offloader._arenas.values())))
     worker.shutdown()
     params, rest, nothing = (np.array([nbytes]) for nbytes in (training, of_state - training, 0))
     state = TrainingMemory(params, rest, nothing, copied=params)
