@@ -406,7 +406,7 @@ class DevicePeer(_ChunkedRange):
     def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
         """Map the peer's table, and reserve an address range for its chunks.
 
-        Raises TransportError when the owner is on another host, has ended or closed the buffer.
+        Raises TransportError when the owner is on another host, has ended or freed the buffer.
         """
         self._handle = handle
         self._table = map_pages(handle.table).numpy()

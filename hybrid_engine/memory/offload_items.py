@@ -477,26 +477,6 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
     return Survey(list(storages.values()), only_caches)
 
 
-def elastic_ranges(
-    storages: Iterable[Storage], parts: Iterable[Part]
-) -> list[tuple[Storage, Spans]]:
-    """Return the byte ranges of these parts by storage, of copied elastic storages."""
-    elastic = {
-        storage.key: storage
-        for storage in storages
-        if storage.buffer is not None and storage.action == "copy"
-    }
-    ranges: dict[int, Spans] = {}
-    for part in parts:
-        _, key, _ = storage_of("a part", part.flat)
-        if key in elastic:
-            itemsize = part.flat.element_size()
-            offset = int(part.flat.storage_offset())
-            spans = ranges.setdefault(key, Spans())
-            spans.add((offset + part.start) * itemsize, (offset + part.stop) * itemsize)
-    return [(elastic[key], spans) for key, spans in ranges.items()]
-
-
 @dataclass(frozen=True, slots=True)
 class SavedContents:
     """Contents of a storage in the arena: offset in bytes, and digest."""

@@ -24,7 +24,8 @@ The arena of a kind takes the bytes of its copied storages. It is allocated at t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -45,10 +46,10 @@ from hybrid_engine.memory.offload_items import (
     Spans,
     Storage,
     Survey,
-    elastic_ranges,
     lay_out,
     names_of,
     pieces,
+    storage_of,
     survey,
 )
 from hybrid_engine.memory.refusal import RefusedTensors
@@ -208,9 +209,9 @@ class Offloader:
             return 0
         leaving = self._leaving_ranges(kind, parts)
         try:
-            for storage, ranges in leaving:
+            for storage, ranges in leaving.items():
                 self._save(storage, ranges)
-            return sum(self._release_saved(storage, ranges) for storage, ranges in leaving)
+            return sum(self._release_saved(*leaves) for leaves in leaving.items())
         except Exception as error:
             raise OffloadError(
                 f"offload of parts of {kind} failed: {error}. "
@@ -225,7 +226,7 @@ class Offloader:
         """
         # Elsewhere a copy would block here, and gain nothing over `offload_parts`.
         if self._saves_ahead and not self.is_offloaded(kind):
-            for storage, ranges in self._leaving_ranges(kind, parts):
+            for storage, ranges in self._leaving_ranges(kind, parts).items():
                 self._save(storage, ranges)
 
     def onload(
@@ -411,13 +412,23 @@ class Offloader:
             ends = [s.arena_stop for s in self._departed[kind] if s.action == "copy"]
             self._arenas[kind].reserve(max(ends, default=0))
 
-    def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
-        """Record the kind as leaving, and return the byte ranges of parts by elastic storage."""
+    def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> Mapping[Storage, Spans]:
+        """Record the kind as leaving, and return the byte ranges of parts that leave ahead."""
         self._call_off({kind})
         if kind not in self._departed:
             self._begin({kind}, self._survey().storages)
             self._reserve_arenas({kind})
-        return elastic_ranges(self._departed[kind], parts)
+        storages = {storage.key: storage for storage in self._departed[kind]}
+        ranges: defaultdict[Storage, Spans] = defaultdict(Spans)
+        for part in parts:
+            _, key, buffer = storage_of("a part", part.flat)
+            storage = storages.get(key)
+            if storage is not None and buffer is not None and storage.action == "copy":
+                itemsize = part.flat.element_size()
+                offset = int(part.flat.storage_offset())
+                stop = (offset + part.stop) * itemsize
+                ranges[storage].add((offset + part.start) * itemsize, stop)
+        return ranges
 
     def _take_off(self, storage: Storage) -> int:
         """Save the rest of the storage, then free it, an elastic one piece by piece; return it."""
