@@ -78,25 +78,24 @@ def rewards_of(
 ) -> list[float]:
     """Convert rewards to floats; `places` names the completion of each for messages.
 
-    Raises ArgumentError with a violation for each value that is not a number, is not finite, or is
-    beyond `MAX_REWARD`.
+    Raises ArgumentError with the first value that is not a number, is not finite, or is beyond
+    `MAX_REWARD`, and the number of such values.
     """
-    rewards: list[float] = []
-    violations: list[Violation] = []
+    rewards = []
+    wrong = []
     for value, place in zip(values, places, strict=True):
         try:
             reward = number_of(value)
         except Exception:  # the value's own conversion can raise anything
             reward = math.nan
-        # False for nan as well.
-        if abs(reward) <= MAX_REWARD:
-            rewards.append(reward)
-            continue
-        problem = f"is {shortened(value)} for {place}"
+        rewards.append(reward)
+        # True for nan as well.
+        if not abs(reward) <= MAX_REWARD:
+            wrong.append(f"{shortened(value)} for {place}")
+    if wrong:
+        problem = f"is {wrong[0]}; {len(wrong):,} of {len(rewards):,} values are not valid"
         remedy = f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element"
-        violations.append(Violation(argument, problem, remedy, code="invalid-reward"))
-    if violations:
-        raise ArgumentError(violations)
+        raise ArgumentError([Violation(argument, problem, remedy, code="invalid-reward")])
     return rewards
 
 
