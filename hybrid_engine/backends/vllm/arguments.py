@@ -186,7 +186,7 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
 def check_before_building(settings: InferenceSettings, job: Job) -> None:
     """Raise the errors that `InferenceEngine` would raise about these settings; change nothing.
 
-    The order of ranks may be unknown yet. Raises DependencyError, ConfigError or UnknownModelError.
+    The order of ranks may be unknown yet. Raises DependencyError or ConfigError.
     """
     with process_settings_kept(), random_state_kept():
         check_settings(settings, job)

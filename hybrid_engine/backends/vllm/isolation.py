@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.version import require_vllm
 from hybrid_engine.errors import (
     ConfigError,
     ModelError,
     StateError,
-    UnknownModelError,
     Violation,
     require_none,
+    shortened,
 )
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.groups import broadcast_bytes
@@ -95,8 +96,8 @@ def register_model_class(model_dir: str) -> None:
 
     That subprocess would import all of vLLM again.
 
-    Raises ConfigError without a config.json or a package that the class imports, as torchvision for
-    images, and UnknownModelError if vLLM does not have the architecture.
+    Raises ConfigError without a config.json, for an architecture that vLLM does not have, and
+    without a package that the class imports, as torchvision for images.
     """
     from vllm import ModelRegistry
 
@@ -112,11 +113,9 @@ def register_model_class(model_dir: str) -> None:
     architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
-        raise UnknownModelError(
-            f"{path}: this vLLM has no model for architectures {architectures}; it names "
-            "them as transformers does, e.g. LlamaForCausalLM",
-            code="unknown-architecture",
-        )
+        problem = f"vLLM {require_vllm()} has no class for {shortened(architectures)}"
+        remedy = "Choose a model that vLLM loads"
+        raise ConfigError([Violation("model", problem, remedy, code="unknown-architecture")])
     for name in known:
         registered = ModelRegistry.models[name]
         if hasattr(registered, "module_name"):

@@ -79,6 +79,9 @@ def verify(
         with progress() as show_step:
             show_step(f"three switches on {ranks} processes")
             (verdict,) = run_cases([case], ranks)
+    if verdict.status > 1:
+        typer.echo(f"No verdict: {verdict.error}", err=True)
+        raise typer.Exit(verdict.status)
     method = config.generate_config.quantization
     published = block_config(config.hf_config(), method)
     if method is None and published is not None:
@@ -89,7 +92,7 @@ def verify(
         )
     facts = {**verdict.as_dict(), "faults": verdict.faults}
     write_answer(facts, _verdict_blocks(verdict), as_json=as_json)
-    raise typer.Exit(1 if verdict.faults else 0)
+    raise typer.Exit(verdict.status if verdict.faults else 0)
 
 
 def _too_many_ranks(num_ranks: int) -> Violations:

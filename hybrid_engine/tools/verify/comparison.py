@@ -60,7 +60,8 @@ class Verdict:
         num_versions: number of different sets of weights that were switched.
         dtype, served_dtype: dtypes of the weights in training and in vLLM.
         remarks: reasons why a part was not computed.
-        error: traceback of a failure.
+        error: traceback of a failure, or message of a ConfigError.
+        status: exit status of `verify` if there are faults; not part of `as_dict`.
         seconds: duration of the whole case.
         seen: by rank, the result of a `verify.Look`; not part of `as_dict`.
     """
@@ -81,6 +82,7 @@ class Verdict:
     served_dtype: str = "float32"
     remarks: list[str] = field(default_factory=list)
     error: str | None = None
+    status: int = 1
     seconds: float = 0.0
     seen: list[Any] = field(default_factory=list)
 
@@ -89,8 +91,8 @@ class Verdict:
         values = {}
         for key, value in asdict(self).items():
             values[self.trainer if key == "training" else key] = value
-        del values["trainer"]
-        del values["seen"]
+        for key in ("trainer", "seen", "status"):
+            del values[key]
         return values
 
     @property
@@ -131,7 +133,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     """Join the verdicts of all ranks, in their order, into the first of them."""
     first = verdicts[0]
     different = []
-    errors = []
+    errors: dict[str, str] = {}
     seen = []
     remarks = []
     for rank, verdict in enumerate(verdicts):
@@ -139,12 +141,13 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
         seen += verdict.seen
         remarks += verdict.remarks
         if verdict.error:
-            errors.append(f"rank {rank}: {verdict.error}")
+            errors.setdefault(verdict.error, f"rank {rank}: {verdict.error}")
     first.num_parameters = sum(verdict.num_parameters for verdict in verdicts)
     first.different = different
     first.seen = seen
     first.remarks = list(dict.fromkeys(remarks))
-    first.error = "\n".join(errors) or None
+    first.error = "\n".join(errors.values()) or None
+    first.status = min(verdict.status for verdict in verdicts)
     for engine in ("training", "vllm"):
         differences = [getattr(verdict, engine) for verdict in verdicts]
         computed = [difference for difference in differences if difference is not None]

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hybrid_engine.config import find_violations
+from hybrid_engine.errors import ComputationError, ConfigError
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ranks.groups import RankGroup
@@ -122,8 +123,14 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look
             verdict.remarks += _heads_refused_here(case.head_size, worker.job.device.type)
         finally:
             worker.shutdown()
-    except Exception:
+    except ConfigError as error:
+        verdict.error = str(error)
+        verdict.status = 2
+    except Exception as error:
         verdict.error = traceback.format_exc()
+        # A first switch compares what both sides compute, before any parameter is compared.
+        if not (verdict.num_parameters or isinstance(error, ComputationError)):
+            verdict.status = 3
     verdict.seconds = time.perf_counter() - started
     return verdict
 

@@ -7,26 +7,29 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from hybrid_engine.config import load_config
+from hybrid_engine.errors import ComputationError, ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.tools.verify import verify
 from hybrid_engine.tools.verify.cases import SEQ_LENGTH, Case, case_of, values_to_verify
 from hybrid_engine.tools.verify.comparison import (
     LOGITS_ATOL,
     NUM_SWITCHES,
     Verdict,
     difference_of,
+    join,
     tokens_and_labels,
     write_random_checkpoint,
 )
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.tools.verify.small_models import VOCABULARY, Divisors, reduced_config
-from hybrid_engine.tools.verify.verify import _heads_refused_here
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo import published_configs
@@ -78,10 +81,10 @@ def test_every_fault_is_reported(change: Values, message: str) -> None:
 
 @pytest.mark.slow
 def test_refused_head_sizes_are_remarked_on() -> None:
-    (remark,) = _heads_refused_here(8, "cpu")
+    (remark,) = verify._heads_refused_here(8, "cpu")
     assert "refused on this machine: its attention heads have 8 elements" in remark
     for num_elements, device in ((64, "cpu"), (8, "cuda"), (None, "cpu")):
-        assert _heads_refused_here(num_elements, device) == []
+        assert verify._heads_refused_here(num_elements, device) == []
 
 
 def test_the_figure_is_named_after_the_trainer() -> None:
@@ -237,6 +240,25 @@ def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> Non
     assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
     assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
     assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, 64, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError([]), 2), (RuntimeError("no memory"), 3), (ComputationError("differs"), 1)],
+)
+def test_an_error_before_the_first_comparison_is_no_verdict(
+    error: Exception, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of both ranks is printed once. The ranks are fakes."""
+    monkeypatch.setattr(verify.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(verify, "ActorHybridWorker", Mock(side_effect=error))
+    case = Case("case", str(write_config(tmp_path / "model", published_configs.QWEN3_8B)))
+    of_rank = verify._verdict_of_rank(case, Mock(), tmp_path, Mock())
+    verdicts = [join([replace(of_rank), of_rank])]
+    monkeypatch.setattr(verify, "run_cases", lambda *_: verdicts)
+    result = invoke("verify", tmp_path / "model", "--ranks", 2, status=status)
+    assert result.output.count(str(error)) == 1
+    assert ("No verdict: rank 0: " in result.stderr) == (status > 1)
 
 
 def test_the_command_runs_the_case_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
