@@ -166,12 +166,12 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
 
 
 def silent_servers(
-    names: Sequence[str], timeout_seconds: float, *, allow_public: bool = False
+    servers: Sequence[object], timeout_seconds: float, *, allow_public: bool = False
 ) -> Violations:
-    """Yield a violation for every server that does not respond to a request."""
-    for name in names:
+    """Yield a violation for every server, as of `server_of`, that does not respond to a request."""
+    for server in servers:
         try:
-            named_server(name, timeout_seconds, allow_public=allow_public).num_workers()
+            server_of(server, timeout_seconds, allow_public=allow_public).num_workers()
         except ServerError as error:
             problem = clipped(str(error), 500)
             remedy = "Start it before the trainers"

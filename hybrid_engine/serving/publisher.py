@@ -6,9 +6,9 @@
         with publisher.rollout_context(): ...   servers have the weights and generate on request
         with publisher.train_context(): ...     servers are paused and empty; training state is back
 
-`publish` and `withdraw` do the same without a context. The first switch invites the servers. If a
-server is lost, the next switch invites the servers that are reachable then, so restarting a server
-does not require restarting trainers.
+`publish` and `withdraw` do the same without a context. Every server must answer when the publisher
+is created. The first switch invites the servers. If one is lost, the next switch invites those that
+are reachable then, so restarting a server does not require restarting trainers.
 
     pause -> start_weight_update -> update_weights: ShardingManager.enter on all ranks of both sides
                                  -> probe, in the first switch: comparison.py
@@ -45,11 +45,14 @@ from msgspec.structs import replace
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import (
+    ConfigError,
     DifferentCallsError,
     HybridEngineError,
     LostRankError,
     ServerError,
     StateError,
+    Violation,
+    require_none,
 )
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
@@ -66,6 +69,7 @@ from hybrid_engine.serving.clients import (
     refuse_meeting,
     require_servers,
     server_of,
+    silent_servers,
     weak_call,
     with_server_error,
 )
@@ -106,7 +110,7 @@ class WeightPublisher(Switch):
         trainer: its weights are published and its state is offloaded; its `before_step` is set
             here.
         servers: servers, in any form that `clients.server_of` takes; the same on all ranks, but
-            called by the first rank only.
+            called by the first rank only. Raises ConfigError if one does not answer.
         config: configuration of the switch: transport, bucket size, kinds to offload, timeout.
         job: job of the trainers; outlives this object.
         offloader: offloader of the trainer's state; created here if omitted.
@@ -144,6 +148,10 @@ class WeightPublisher(Switch):
         take_over: bool = False,
         reference: ConfigModel | None = None,
     ) -> None:
+        if not hasattr(trainer, "guard"):
+            problem = f"got a {type(trainer).__name__}"
+            remedy = "Pass a ports.Trainer. For a model, HybridEngine(model=...) has one"
+            raise ConfigError([Violation("trainer", problem, remedy, code="not-a-trainer")])
         super().__init__(trainer, offloader or Offloader(trainer), config, job)
         self._side = NoInference()
         self.inference = self._side
@@ -169,6 +177,7 @@ class WeightPublisher(Switch):
                 require_address(address, allow_public=allow_public)
             if job.rank == 0:
                 timeout = config.timeout_seconds
+                require_none(silent_servers(servers, timeout, allow_public=allow_public))
                 self._servers = [
                     server_of(server, timeout, allow_public=allow_public) for server in servers
                 ]

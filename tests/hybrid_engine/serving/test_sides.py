@@ -74,8 +74,8 @@ def job() -> Iterator[Job]:
         yield joined
 
 
-def publisher_of(job: Job, *servers: object) -> WeightPublisher:
-    return WeightPublisher(NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)  # type: ignore[arg-type]
+def publisher_of(job: Job, *servers: object, trainer: Any = None) -> WeightPublisher:
+    return WeightPublisher(trainer or NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)
 
 
 def test_a_refused_invitation_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +118,19 @@ def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("servers", "code"),
+    ("servers", "key", "code"),
     [
-        ((), "no-server"),
-        (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "duplicate-server"),
-        ((7,), "invalid-server"),
+        ((), "servers", "no-server"),
+        (("http://127.0.0.1:1", "http://127.0.0.1:1/"), "servers", "duplicate-server"),
+        ((7,), "servers", "invalid-server"),
+        ((NoWorkers(), "http://127.0.0.1:1"), "generate_config.servers", "silent-server"),
     ],
 )
-def test_invalid_servers_are_refused(job: Job, servers: tuple[object, ...], code: str) -> None:
-    with violated(ConfigError, ("servers", code)):
+def test_invalid_servers_are_refused(job: Job, servers: Any, key: str, code: str) -> None:
+    with violated(ConfigError, (key, code)):
         publisher_of(job, *servers)
+
+
+def test_a_model_is_not_taken_for_its_trainer(job: Job) -> None:
+    with violated(ConfigError, ("trainer", "not-a-trainer")):
+        publisher_of(job, NoWorkers(), trainer=torch.nn.Linear(1, 1))
