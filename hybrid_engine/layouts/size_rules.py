@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hybrid_engine.errors import Violation, Violations, shortened
+from hybrid_engine.errors import Violation, Violations, first_of, shortened
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,
@@ -108,6 +108,8 @@ def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Violations:
 
 
 def _train_cuts(sizes: TrainParallelism, table: ModelTable) -> Violations:
+    if any(_heads(sizes, table)):
+        return  # parameters are cut by heads
     num_parts = {over: sizes.num_parts(over) for over in Over}
     keys = {
         Over.TENSOR: "tensor",
@@ -242,14 +244,9 @@ def _infer_counts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
 
 
 def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
+    if any(_heads(sizes, table)):
+        return  # parameters are cut by heads
     rows = sizes.padded_vocabulary(table.dims.vocab_size)
-    if rows % sizes.tensor:
-        yield Violation(
-            "tensor",
-            f"{sizes.tensor} does not divide the {rows} rows of the padded vocabulary",
-            f"Use a divisor of {rows}",
-            code="not-divisible",
-        )
     num_parts = {
         Over.NONE: 1,
         Over.TENSOR: sizes.tensor,
@@ -265,7 +262,7 @@ def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Violations:
         return is_cut and table.is_served(parameter.tensors[0])
 
     keys = {Over.TENSOR: "tensor", Over.EXPERT_TENSOR: "tensor"}
-    yield from _cuts(table, num_parts, keys, must_divide)
+    yield from _cuts(table, num_parts, keys, must_divide, rows)
 
 
 # -- both sides -----------------------------------------------------------------------------------
@@ -302,8 +299,8 @@ def _heads(sizes: Parallelism, table: ModelTable) -> Violations:
         )
     # With fewer key/value heads than ranks, each head is replicated on equally many ranks.
     # 8 key/value heads: TP 4 gives each rank 2, TP 16 gives each head to 2 ranks, TP 6 does
-    # neither. With as many key/value heads as heads the violation above says it already.
-    if num_kv_heads != num_heads and num_kv_heads % tensor and tensor % num_kv_heads:
+    # neither.
+    elif num_kv_heads % tensor and tensor % num_kv_heads:
         yield Violation(
             "tensor",
             f"{tensor} neither divides nor is a multiple of the {num_kv_heads} key/value heads",
@@ -317,31 +314,34 @@ def _cuts(
     num_parts: Mapping[Over, int],
     keys: Mapping[Over, str],
     must_divide: Callable[[Parameter], bool],
+    num_rows: int = 0,
 ) -> Violations:
-    """Yield a violation for each rule of the table and length that cannot be cut evenly.
+    """Yield a violation for each size that does not divide every length that it cuts.
 
     Args:
         table: name table of the model.
         num_parts: number of parts by the group that cuts.
         keys: size that defines this number, by group.
         must_divide: returns whether a parameter has to be cut evenly.
+        num_rows: rows of the vocabulary, if they have to be cut evenly.
     """
-    seen: set[tuple[int, int]] = set()
+    uneven: dict[str, dict[int, str]] = {key: {} for key in keys.values()}
+    tensor = num_parts[Over.TENSOR]
+    if num_rows % tensor:
+        text = f"{tensor} does not divide the {num_rows} rows of the padded vocabulary"
+        uneven[keys[Over.TENSOR]][num_rows] = text
     for parameter in parameters_of(table, most_experts=1):
         packing = parameter.packing
         parts = num_parts[packing.over]
-        length = packed_size(parameter)
-        if parts == 1 or (parameter.rule, length) in seen or not must_divide(parameter):
-            continue
-        seen.add((parameter.rule, length))
-        units = packing.num_units(length)
-        if units % parts:
-            yield Violation(
-                keys[packing.over],
-                f"{parts} does not divide the {units} indices or heads of {parameter.tensors[0]}",
-                f"Use a divisor of {units}",
-                code="not-divisible",
-            )
+        if parts > 1 and must_divide(parameter):
+            units = packing.num_units(packed_size(parameter))
+            text = f"{parts} does not divide the {units} indices or heads of {parameter.tensors[0]}"
+            if units % parts:
+                uneven[keys[packing.over]].setdefault(units, text)
+    for key, lengths in uneven.items():
+        if lengths:
+            remedy = f"Use a divisor of {math.gcd(*lengths)}"
+            yield Violation(key, first_of([*lengths.values()], 1), remedy, code="not-divisible")
 
 
 _HEADS_TEXT = "num_heads % TP == 0, and num_kv_heads % TP == 0 or TP % num_kv_heads == 0."

@@ -81,10 +81,12 @@ DIVIDES = "Choose sizes whose product divides it"
     [
         (DENSE, InferenceParallelism(5, pipeline=5), [("pipeline", "Use fewer stages")]),
         (DENSE, InferenceParallelism(4, pipeline=4), []),
-        (ODD_EXPERTS, InferenceParallelism(2, tensor=2), [("tensor", "Use a divisor of 33")] * 2),
+        (ODD_EXPERTS, InferenceParallelism(2, tensor=2), [("tensor", "Use a divisor of 33")]),
         (ODD_EXPERTS, InferenceParallelism(2, tensor=2, expert=2), []),
         (GROUPED, InferenceParallelism(4, tensor=4), [("tensor", "Choose a size that is one or the other")]),
         (GROUPED, InferenceParallelism(12, tensor=12), []),
+        (GROUPED, InferenceParallelism(5, tensor=5), [("tensor", "Use a divisor of 24")]),
+        (GROUPED, TrainParallelism(5, tensor=5), [("tensor", "Use a divisor of 24")]),
         (DENSE, TrainParallelism(1, noop_layers=(5,)), [("noop_layers", "Use smaller numbers")]),
         (DENSE, TrainParallelism(1, noop_layers=(4,)), []),
         (DENSE, TrainParallelism(2, expert_tensor=2), [("expert_tensor", "Use 1")]),
