@@ -75,7 +75,7 @@ def is_of_user(frame: traceback.FrameSummary) -> bool:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name of which `name` is probably a misspelling, or None."""
-    return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)
+    return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.7)), None)
 
 
 def collect(

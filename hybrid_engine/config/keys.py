@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
@@ -133,7 +133,13 @@ RecomputedModule = Literal[
 
 
 class Section(pydantic.BaseModel):
-    """Base class of the configuration's sections: immutable, without unknown keys."""
+    """Base class of the configuration's sections: immutable, without unknown keys.
+
+    Attributes:
+        page: page of the documentation that lists all keys.
+    """
+
+    page: ClassVar[str] = "docs/configuration.md"
 
     model_config = pydantic.ConfigDict(
         extra="forbid",

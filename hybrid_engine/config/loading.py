@@ -12,6 +12,7 @@ also takes the keys of `generate_config`, and `train_config`:
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any, get_args
 
 import pydantic
 
-from hybrid_engine.config.inference_rules import INFERENCE
+from hybrid_engine.config.inference_rules import IN_FILES, INFERENCE
 from hybrid_engine.config.job_rules import (
     CRITIC,
     WITH_FSDP,
@@ -389,10 +390,13 @@ NO_KEYS = {
         ("prefetch", "prefetch_share", "prefetch_mb"),
         "Leave it out: optimizer state always comes back behind forward and backward passes",
     ),
+    **dict.fromkeys(IN_FILES, "Put it under generate_config.vllm, as an argument of vLLM"),
     **dict.fromkeys(SAMPLING, "Pass a Sampling to generate_sequences: each call sets its sampling"),
 }
 """Common name without a configuration key -> remedy."""
 
+_MOST_KEYS = 5
+"""Number of keys of a section that are proposed if none is near."""
 _CRITIC = "critic_config"
 """Optional section that repeats keys of the actor, so it is not proposed from other sections."""
 
@@ -410,7 +414,7 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
     name = clipped(place[-1])
     paths = [path for path in paths_of(root) if path[0] != _CRITIC or parent[:1] == (_CRITIC,)]
     known = {path[-1] for path in paths}
-    meant = {name, *ALIASES.get(name, ())}
+    meant = {name, *ALIASES.get(name.lower(), ())}
     if name in NO_KEYS and meant.isdisjoint(known):
         return NO_KEYS[name]
     close = nearest(name, section.model_fields) or nearest(name, known)
@@ -418,7 +422,8 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
         nearby = _nearest_paths([path for path in paths if path[-1] in names], parent)
         if 0 < len(nearby) <= 3:  # a longer list is no help
             return template.format(", ".join(_shown(path, parent, prefix) for path in nearby))
-    return f"Known keys: {', '.join(section.model_fields)}"
+    nearest_keys = difflib.get_close_matches(name, section.model_fields, _MOST_KEYS, cutoff=0)
+    return f"Nearest keys: {', '.join(nearest_keys)}. {section.page} has all"
 
 
 def _nearest_paths(paths: list[Place], parent: Place) -> list[Place]:

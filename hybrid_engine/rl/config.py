@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
@@ -78,6 +79,9 @@ _DRAWN = (
 
 class LoopConfig(Section):
     """Settings that both algorithms share. Immutable; raises ConfigError with all violations."""
+
+    page = "docs/rl.md"
+    _section: str = ""
 
     steps: Count = 100
     """Number of steps. Each draws completions, scores them and learns from them."""
@@ -188,7 +192,25 @@ class LoopConfig(Section):
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise ConfigError(violations_of(error, type(self), f"{self.name}.")) from None
+            raise ConfigError(violations_of(error, type(self), f"{type(self).__name__}.")) from None
+
+    @classmethod
+    def of_section(cls, section: str, values: Mapping[str, Any]) -> Self:
+        """Return the settings in a section of a file, which is their name in messages.
+
+        Raises ConfigError with all violations.
+        """
+        try:
+            config = cls(**values)
+        except ConfigError as error:
+            raise ConfigError(
+                [
+                    replace(violation, key=violation.key.replace(cls.__name__, section, 1))
+                    for violation in error.findings
+                ]
+            ) from None
+        config._section = section
+        return config
 
     def with_steps(self, num_prompts: int | None) -> Self:
         """Return these settings with `steps` in place of `passes`.
@@ -226,12 +248,13 @@ class LoopConfig(Section):
             problem = f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run"
             remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
             raise ConfigError([Violation("changed", problem, remedy, code="cannot-change")])
-        return {*names, *map(self.key, {*names, *self._free})}
+        dotted = (f"{type(self).__name__}.{name}" for name in {*names, *self._free})
+        return {*names, *dotted}
 
     @property
     def name(self) -> str:
-        """Name of the class, for messages."""
-        return type(self).__name__
+        """Name in messages: the section of a file, or the class."""
+        return self._section or type(self).__name__
 
     def key(self, name: str) -> str:
         """Return the dotted key of a setting, for messages."""
@@ -301,7 +324,7 @@ class LoopConfig(Section):
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the run that it continues."""
-        return {self.name: self.model_dump(mode="json", exclude=self._free)}
+        return {type(self).__name__: self.model_dump(mode="json", exclude=self._free)}
 
     @property
     def _free(self) -> set[str]:

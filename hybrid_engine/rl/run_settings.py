@@ -198,12 +198,12 @@ def _algorithm_of(section: Mapping[str, Any]) -> GrpoConfig | PpoConfig:
         problem = f"has {' and '.join(named) or 'neither grpo nor ppo'}"
         violation = Violation(SECTION, problem, "Give one of them", code="no-algorithm")
         raise ConfigError([violation])
+    key = f"{SECTION}.{named[0]}"
     values = section[named[0]] or {}
     if not isinstance(values, Mapping):
         problem = f"expected keys and values, found {shortened(values)}"
-        violation = Violation(f"{SECTION}.{named[0]}", problem, "Write keys", code="not-a-mapping")
-        raise ConfigError([violation])
-    return _ALGORITHMS[named[0]](**values)
+        raise ConfigError([Violation(key, problem, "Write keys", code="not-a-mapping")])
+    return _ALGORITHMS[named[0]].of_section(key, values)
 
 
 def _run_of(section: Mapping[str, Any]) -> RunConfig:

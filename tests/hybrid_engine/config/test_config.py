@@ -143,7 +143,9 @@ PROPOSED = {  # unknown key -> beginning of the remedy
     "actor_config.weight_decy": "Did you mean actor_config.optimizer.weight_decay?",
     "critic_config.tensor_model_parallel_size": "Use actor_config.tensor_model_parallel_size",
     "generate_config.tensor_model_parallel_size": "Use infer_tensor_parallel_size",
-    "critic_config.color": "Known keys: model, pipeline_model_parallel_layout, params_dtype",
+    "critic_config.color": "Nearest keys: offload, model, optimizer, micro_batch_size, ",
+    "generate_config.max_num_batched_tokens": "Put it under generate_config.vllm",
+    "EP": "Use actor_config.expert_model_parallel_size, generate_config.",
 }
 
 

@@ -51,6 +51,8 @@ def test_a_file_names_all_arguments_of_train(write: Any) -> None:
     settings = RunSettings.read(path, ["run.grpo.steps=7", "actor_config.seq_length=32"], 1)
     assert isinstance(settings.config, GrpoConfig)
     assert (settings.config.steps, settings.engines.actor_config.seq_length) == (7, 32)
+    assert settings.config.key("pack") == "run.grpo.pack"
+    assert settings.config.shared().keys() == {"GrpoConfig"}, "a run in Python has the same record"
     assert settings.prompts[1] == {**ROWS[1], "prompt": [{"role": "user", "content": "Say 1"}]}
     assert settings.reward["short"](settings.prompts[0], SimpleNamespace(text="four")) == -4
     assert isinstance(settings.evaluate, HeldOut)
@@ -82,17 +84,18 @@ def test_the_section_selects_the_algorithm(write: Any) -> None:
 
 
 def test_everything_that_is_wrong_is_said_at_once(write: Any) -> None:
-    path = write(data={"source": "rows.jsonl", "colum": 1}, grpo={"stepz": 1}, out=None)
+    path = write(data={"source": "rows.jsonl", "colum": 1}, grpo={"num_steps": 1}, out=None)
     with pytest.raises(ConfigError) as caught:
         RunSettings.read(path, ["generate_config.max_model_len=0", "nothing"], 1)
-    keys = {violation.key for violation in caught.value.findings}
-    assert keys == {
+    remedies = {violation.key: violation.remedy for violation in caught.value.findings}
+    assert remedies.keys() == {
         "'nothing'",
         "generate_config.max_model_len",
-        "GrpoConfig.stepz",
+        "run.grpo.num_steps",
         "run.data.colum",
         "run.out",
     }
+    assert remedies["run.grpo.num_steps"] == "Did you mean steps?"
 
 
 @pytest.mark.parametrize(
