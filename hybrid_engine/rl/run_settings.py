@@ -56,6 +56,8 @@ SECTION = "run"
 _ALGORITHMS = {"grpo": GrpoConfig, "ppo": PpoConfig}
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> name of its reader in datasets."""
+_PARTS = {"subset", "split"}
+"""Keys that name a part of a data set on the Hub."""
 
 
 class DataConfig(Section):
@@ -288,8 +290,20 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     datasets.disable_progress_bars()  # each rank would draw its own
     reader = _BUILDERS.get(Path(source).suffix)
     # An evaluation names another split of the same data set, such as test[:200].
-    split = data.split if source == data.source else source
-    options: dict[str, Any] = {"path": data.source, "name": data.subset, "split": split}
+    is_training = source == data.source
+    options: dict[str, Any] = {
+        "path": data.source,
+        "name": data.subset,
+        "split": data.split if is_training else source,
+    }
+    key = f"{SECTION}.data.source" if is_training else f"{SECTION}.evaluation.source"
+    if Path(data.source).suffix in _BUILDERS:
+        parts = [f"{SECTION}.data.{name}" for name in _PARTS & data.model_fields_set]
+        problem = f"names a part of a data set, but {SECTION}.data.source is a file"
+        require_none(
+            Violation(part, problem, "Leave it out, or name a file", code="part-of-a-file")
+            for part in parts + [key] * (reader is None)
+        )
     if reader is not None:
         # datasets calls the only split of a file "train".
         options = {"path": reader, "data_files": str(directory / source), "split": "train"}
@@ -298,5 +312,4 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     except Exception as error:  # of a network, a file or a script of theirs
         problem = f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}"
         remedy = "Name a data set of the Hub, with its subset and split, or a file"
-        violation = Violation(f"{SECTION}.data.source", problem, remedy, code="unreadable-data")
-        raise ConfigError([violation]) from error
+        raise ConfigError([Violation(key, problem, remedy, code="unreadable-data")]) from error
