@@ -201,11 +201,13 @@ class RewardFunctions:
             return {}
         argument = argument_of(name)
         attempts = _Attempts(function, argument, self._config)
-        calls: list[Any] = [(place, attempts, arguments) for place, *arguments in samples]
+        calls: list[Any] = [
+            (f"a call with {place}", attempts, arguments) for place, *arguments in samples
+        ]
         whole = f"{len(samples)} completions"
         if is_batch:
             columns = [[sample[column] for sample in samples] for column in (1, 2)]
-            calls = [(whole, attempts, columns)]
+            calls = [(f"a call with {whole}", attempts, columns)]
         values = run_callbacks(argument, calls, job.timeout_seconds)
         if is_batch:
             (values,) = values

@@ -411,6 +411,9 @@ def _signature_violations(name: str, function: Any, parameters: Sequence[str]) -
         if "completion" in {*parameters} - names and "completions" in names:
             remedy += "; columns of the data set are in the prompt. Or pass BatchReward(function)"
             raise TypeError("it takes `completions` of a whole step, as TRL's functions do")
+        for name_here, expected in zip(names, parameters, strict=False):
+            if name_here in parameters and name_here != expected:
+                raise TypeError(f"`{name_here}` is in the place of `{expected}`")
         signature.bind(*parameters)
     except TypeError as error:
         problem = f"cannot be called with ({', '.join(parameters)}): {error}"

@@ -112,7 +112,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards_module, "FIRST_PAUSE_SECONDS", 0.0)
 
 
-AWAY = has_violation("reward", "callback-failed", "the judge is away", f"raised by {__file__}:")
+AWAY = has_violation("reward", "callback-failed", "a call with", "the judge is away", f"by {__file__}:")
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])

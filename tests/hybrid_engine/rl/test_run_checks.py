@@ -75,6 +75,8 @@ OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
         ),
         ({"enviroment": print}, "enviroment unknown-argument"),
         ({"reward": lambda completion: 1.0}, "reward wrong-signature"),
+        ({"reward": lambda completion, answer: 1.0}, "reward wrong-signature"),
+        ({"loss": lambda log_probs, micro_batch: 1.0}, "loss wrong-signature"),
         *(({"reward": function}, "reward wrong-signature") for function in OF_TRL),
         ({"reward": None}, "reward not-callable"),
         ({"reward": {"length": 5}}, "reward length not-callable"),
