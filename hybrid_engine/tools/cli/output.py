@@ -68,13 +68,14 @@ def _discard_output() -> None:
 
 
 def _markdown(block: Block) -> str:
-    """Return a block as Markdown of GitHub, with an empty line after it."""
+    """Return a block as Markdown of GitHub, with an empty line after it; a table folded."""
     if isinstance(block, Table):
         columns = [[str(column.header), ":-", *column.cells] for column in block.columns]
         for column in columns[1:]:
             column[1] = "-:"
         lines = [f"| {' | '.join(map(str, row))} |" for row in zip(*columns, strict=True)]
-        return "\n".join((f"**{block.title}**", "", *lines, ""))
+        title = f"<details><summary>{block.title}</summary>"
+        return "\n".join((title, "", *lines, "", "</details>", ""))
     if isinstance(block, Mapping):
         return "".join(f"- **{heading}**: {text}\n" for heading, text in block.items())
     return f"```\n{block}\n```\n" if "\n" in block else f"{block}\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ import typer
 
 from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, Violation, collect, shortened
+from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.layouts.memory import gib
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.quantization_configs import block_config, format_in
@@ -169,7 +172,13 @@ def plan(
             show_step(f"every transfer of rank {rank}")
             facts["rank"] = facts_of_rank(job, rank)
         facts["remarks"] = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
-    blocks = _blocks(job, facts, explain)
+    blocks = [*_blocks(job, facts, explain)]
+    if as_markdown:
+        snapshot = HubSnapshot.at(config.model)
+        model = config.model if snapshot is None else snapshot.repo_id
+        name = device or (f"devices of {size:g} GiB" if device_gib else "h200, which is assumed")
+        command = shlex.join(["hybrid-engine", *sys.argv[1:]])
+        blocks.insert(0, f"**{model}**, {ranks:,} x {name}: `{command}`")
     write_answer(facts, blocks, as_json=as_json, as_markdown=as_markdown)
     raise typer.Exit(0 if facts["verdict"]["fits"] else 3)
 

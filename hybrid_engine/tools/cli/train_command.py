@@ -16,6 +16,7 @@ from hybrid_engine.errors import Violation
 from hybrid_engine.tools.cli.options import OVERRIDE, integer_option, refuse, refusing, split_words
 from hybrid_engine.tools.cli.plan_command import plan
 from hybrid_engine.tools.cli.run_command import start_ranks
+from hybrid_engine.tools.plan.cluster_plan import Cluster
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.run_settings import RunSettings
@@ -75,6 +76,7 @@ def train(
             settings = RunSettings.read(files[0], overrides, ranks)
             settings.require_runnable(ranks)
             _show_prompt(settings)
+        typer.echo(f"Planned for {Cluster().device_gib:g} GiB a device; `plan` has --device:")
         plan(words, ranks)
     start_ranks(["--nproc-per-node", str(ranks), "-m", "hybrid_engine", "train", *words])
 

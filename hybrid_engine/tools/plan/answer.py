@@ -341,15 +341,18 @@ def _offloads(job: JobPlan) -> list[str]:
 
 def _of_cache(job: JobPlan) -> str:
     cache = job.cache
-    if cache.given is None:
-        share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g}) leave"
+    share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g})"
+    others = f"weights of {gib(cache.weights)} and a step of {gib(cache.step)}"
+    larger = ""
+    if cache.room < 0:
+        contents = f"{share} are {gib(-cache.room)} too few for {others}"
+        larger = f"{_LARGER_VLLM}; "
     else:
-        share = "kv_cache_mb gives"
-    contents = (
-        f"{share} {gib(cache.room)} for the KV cache, beside weights of {gib(cache.weights)} and a "
-        f"step of {gib(cache.step)}: {cache.num_tokens:,} tokens, "
-        f"{cache.num_tokens / cache.longest:.3g} sequences of {cache.longest:,}"
-    )
+        gives = f"{share} leave" if cache.given is None else "kv_cache_mb gives"
+        contents = (
+            f"{gives} {gib(cache.room)} for the KV cache, beside {others}: {cache.num_tokens:,} "
+            f"tokens, {cache.num_tokens / cache.longest:.3g} sequences of {cache.longest:,}"
+        )
     if cache.left >= 0:
         return contents
     if cache.given is not None:
@@ -360,7 +363,7 @@ def _of_cache(job: JobPlan) -> str:
     training = f" beside {gib(cache.beside)} of training, which stay" * (cache.beside > 0)
     if cache.needed <= most:
         share = f"from {cache.needed:g} to {int(100 * most) / 100:g}"
-        return f"{contents}; it starts with gpu_memory_utilization {share}{training}"
+        return f"{contents}; {larger}it starts with gpu_memory_utilization {share}{training}"
     # Offloading helps only if vLLM would start without the training state.
     remedies = [] if cache.needed > 1 else _offloads(job)
     remedy = ", or ".join(remedies or [_LARGER_VLLM, "a lower max_model_len"])

@@ -220,6 +220,7 @@ SHARE = "generate_config.gpu_memory_utilization="
         (["0.25", "--reserve-gib", "2"], "Tight: vLLM's 19.8 GiB "),
         (["0.25", "generate_config.kv_cache_mb=2048"], "Fits: "),
         (["0.22"], "Does not fit: vLLM's 17.4 GiB "),
+        (["0.1"], "Does not fit: vLLM's 7.91 GiB (gpu_memory_utilization 0.1) are 9.04 GiB too few"),
     ],
     ids=" ".join,
 )
@@ -228,15 +229,19 @@ def test_less_than_the_reserve_is_tight(words: list[str], beginning: str, llama:
     verdict = run(*model, LENGTH + "8192", "--device=h100", SHARE + words[0], *words[1:]).stdout
     assert verdict.startswith(beginning)
     assert (" GiB are reserved for what is not" in verdict) == beginning.startswith("Tight")
+    assert ("infer_expert_parallel_size; it starts with" in verdict) == ("too few" in beginning)
 
 
-def test_markdown_has_the_numbers_of_the_terminal(llama: Path) -> None:
+def test_markdown_has_the_request_and_all_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = *job(llama, 8, tp=8), "actor_config.lora={}"
+    monkeypatch.setattr(sys, "argv", ["", "plan", "two words"])
     shown, markdown = (run(*arguments, *words).stdout for words in ([], ["--markdown"]))
-    assert re.findall(r"[\w.]+", shown) == re.findall(r"[\w.]+", markdown)
-    assert markdown.startswith("- **Fits**: the peak of ")
-    head = "\n\n**Memory**\n\n| by rank | min | mean | max |\n| :- | -: | -: | -: |\n| params | "
-    assert head + "1.87 GiB | 1.87 GiB | 1.87 GiB |\n" in markdown
+    request = f"**{llama}**, 8 x h200, which is assumed: `hybrid-engine plan 'two words'`\n\n"
+    assert markdown.startswith(f"{request}- **Fits**: the peak of ")
+    answer = re.sub("</?(details|summary)>", "", markdown.removeprefix(request))
+    assert re.findall(r"[\w.]+", shown) == re.findall(r"[\w.]+", answer)
+    head = "\n\n<details><summary>Memory</summary>\n\n| by rank | min | mean | max |\n| :- "
+    assert head + "| -: | -: | -: |\n| params | 1.87 GiB | 1.87 GiB | 1.87 GiB |\n" in markdown
 
 
 def test_a_job_whose_vllm_cannot_start_does_not_fit(llama: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_dry_run_shows_the_prompt_its_rewards_and_the_plan(file: Path) -> None
     shown, _, plan = result.output.partition("reward of the completion '': 0.0\n")
     assert shown.startswith("5 prompts. The first:\n[0, 2, 3, 4]\n")
     assert "reward of the completion '0': 1.0" in shown
+    assert plan.startswith("Planned for 139.7 GiB a device")
     assert "What a switch moves" in plan
     assert not (file.parent / "out").exists()
 
