@@ -24,7 +24,7 @@ from hybrid_engine.ports import ColocatedModel, Data, Trainer, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
-from hybrid_engine.switch.states import State, SwitchContexts
+from hybrid_engine.switch.states import Hook, State, SwitchContexts
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
@@ -107,6 +107,10 @@ class HybridEngine(SwitchContexts):
                 compression_dtype=compression_dtype,
             )
             self.take_over(undo)
+
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """See the base class. `print` itself is called on rank 0 alone."""
+        return hook if hook is print and self.job.rank else super().on_reshard_end(hook)
 
     @classmethod
     def around(cls, make_trainer: Callable[[Job], Trainer], config: HybridConfig) -> HybridEngine:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine import HybridEngine
 from hybrid_engine.assembly import build_inference_engine, quantised_table
 from hybrid_engine.backends.training_side import WholeTensors
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig
@@ -27,6 +28,15 @@ from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm.support import write_config
 from tests.hybrid_engine.layouts.cases import DENSE
 from tests.zoo.families import served_config
+
+
+def test_print_as_a_hook_prints_on_rank_0() -> None:
+    for rank, hooks in ((0, [print, len]), (1, [len])):
+        engine = object.__new__(HybridEngine)
+        engine.job = mock.Mock(rank=rank)
+        engine._sharding = mock.Mock()
+        assert [engine.on_reshard_end(hook) for hook in (print, len)]
+        assert engine._sharding.on_reshard_end.mock_calls == [mock.call(hook) for hook in hooks]
 
 
 class FakeVllm:
