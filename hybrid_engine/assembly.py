@@ -271,7 +271,7 @@ def quantised_table(
         if not isinstance(weights, AdaptorWithSources):
             problem = f"{form.method}, but a {type(weights).__name__} cannot quantise weights"
             remedy = f"Set it to {UNQUANTISED}"
-            raise ConfigError([Violation(_QUANTIZATION, problem, remedy, code="cannot-quantise")])
+            raise ConfigError.of(_QUANTIZATION, problem, remedy, code="cannot-quantise")
     with job.agreement.phase("tracing which layers vLLM quantises"):
         from hybrid_engine.backends.vllm import quantised_at_position
 
@@ -402,7 +402,7 @@ def shard_and_build(
 
     if not enable_reshard:
         remedy = "Leave it out: weights reach vLLM only by resharding"
-        raise ConfigError([Violation("enable_reshard", "False", remedy, code="must-be-enabled")])
+        raise ConfigError.of("enable_reshard", "False", remedy, code="must-be-enabled")
     values = generate_values(rollout_config or {})
     if compress_reshard:
         values["compress_reshard"] = True
@@ -413,10 +413,9 @@ def shard_and_build(
         with job.agreement.phase("checking the configuration"):
             if not shard and train_config is not None:
                 problem = "configures sharding, but shard is False"
-                violation = Violation(
+                raise ConfigError.of(
                     "train_config", problem, "Leave one out", code="contradicts-shard"
                 )
-                raise ConfigError([violation])
             is_whole = not (shard or is_sharded(model))
             if not is_whole:
                 fsdp = read_train_config(train_config or {}, job.world_size)
@@ -562,8 +561,7 @@ def _tokenizer_directory(model: Any, configured: str | None) -> str | None:
     if configured is not None and not os.path.isdir(configured):
         problem = f"{configured} is not a directory"
         remedy = "Name the directory of the tokenizer, or leave it out"
-        violation = Violation("rollout_config.model", problem, remedy, code="not-a-directory")
-        raise ConfigError([violation])
+        raise ConfigError.of("rollout_config.model", problem, remedy, code="not-a-directory")
     name = configured or model.config.name_or_path
     if name and os.path.isdir(name):
         return str(name)

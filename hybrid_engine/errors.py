@@ -216,7 +216,16 @@ class Violation:
 Violations = Iterator[Violation]
 
 
-class ConfigError(_FindingsError[Violation]):
+class _ViolationsError(_FindingsError[Violation]):
+    """Error whose findings are violations."""
+
+    @classmethod
+    def of(cls, key: str, problem: str, remedy: str, *, code: str) -> Self:
+        """Return the error of a single `Violation`."""
+        return cls([Violation(key, problem, remedy, code=code)])
+
+
+class ConfigError(_ViolationsError):
     """The configuration is invalid; `findings` holds every `Violation`."""
 
     heading = "invalid configuration"
@@ -228,7 +237,7 @@ class ArgumentError(ConfigError):
     heading = "invalid arguments"
 
 
-class BatchError(_FindingsError[Violation], ValueError):
+class BatchError(_ViolationsError, ValueError):
     """A batch cannot be computed; `findings` holds every `Violation`, whose key is the batch's."""
 
     heading = "unusable batch"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine import errors
+from tests.harness.interface import constructed
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 KEBAB_CASE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -59,15 +60,13 @@ DONE = (
 def calls_without_code(path: Path) -> Iterator[str]:
     """Yield the line of each error or violation that is constructed without a literal code."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            continue
-        if node.func.id not in WITH_CODE:
+        if not isinstance(node, ast.Call) or constructed(node) not in WITH_CODE:
             continue
         codes = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
         # A rule passes on its own code, which is a literal where the rule is made.
         code = ast.unparse(codes[0]) if codes else ""
         if code != "self.code" and not KEBAB_CASE.fullmatch(code.strip("'")):
-            yield f"{path.relative_to(REPO_ROOT)}:{node.lineno}: {node.func.id}"
+            yield f"{path.relative_to(REPO_ROOT)}:{node.lineno}: {constructed(node)}"
 
 
 @pytest.mark.parametrize("package", DONE)

@@ -55,13 +55,12 @@ def given_path(path: object, key: str) -> Path:
             name = os.fspath(path)
             if isinstance(name, str) and name and "\0" not in name:
                 return Path(name).expanduser().absolute()
-    violation = Violation(
+    raise ArgumentError.of(
         key,
         f"{shortened(path)} is not a path",
         "Pass a string or a pathlib.Path",
         code="not-a-path",
     )
-    raise ArgumentError([violation])
 
 
 def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MAX_NBYTES) -> str:
@@ -83,14 +82,13 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MAX_NBY
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or clipped(str(error))
         problem = f"{shown} cannot be read: {reason}"
-        raise ConfigError([Violation(key, problem, remedy, code="unreadable-file")]) from None
+        raise ConfigError.of(key, problem, remedy, code="unreadable-file") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = content[error.start]
         problem = f"{shown} is not UTF-8 text: byte {error.start} is 0x{byte:02x}"
-        violation = Violation(key, problem, "Save it as UTF-8", code="not-utf-8")
-        raise ConfigError([violation]) from None
+        raise ConfigError.of(key, problem, "Save it as UTF-8", code="not-utf-8") from None
 
 
 def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
@@ -106,14 +104,13 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
         value = yaml.load(text, _yaml_loader())
     except (yaml.YAMLError, *_INVALID_TEXT) as error:
         problem = f"{path} is not YAML: {_reason(error)}"
-        violation = Violation(key, problem, "Correct the file", code="not-yaml")
-        raise ConfigError([violation]) from None
+        raise ConfigError.of(key, problem, "Correct the file", code="not-yaml") from None
     section = _mapping(value, path, key)
     unusable = [name for name in section if not (isinstance(name, str) and _KEY.fullmatch(name))]
     if unusable:
         # The message does not repeat the keys: the lines of /etc/shadow are such keys.
         problem = f"{path} has {len(unusable)} top-level keys that cannot be names of settings"
-        raise ConfigError([Violation(key, problem, remedy, code="invalid-keys")])
+        raise ConfigError.of(key, problem, remedy, code="invalid-keys")
     return section
 
 
@@ -195,8 +192,7 @@ def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
         value = json.loads(text, object_pairs_hook=_unambiguous)
     except _INVALID_TEXT as error:
         problem = f"{path} is not JSON: {_reason(error)}"
-        violation = Violation(key, problem, "Correct the file", code="not-json")
-        raise ConfigError([violation]) from None
+        raise ConfigError.of(key, problem, "Correct the file", code="not-json") from None
     return _mapping(value, path, key)
 
 
@@ -216,7 +212,7 @@ def _mapping(value: Any, path: str | Path, key: str) -> dict[Any, Any]:
         return value
     kind = "nothing" if value is None else f"a {type(value).__name__}"
     problem = f"{path} must hold keys and values, found {kind}"
-    raise ConfigError([Violation(key, problem, "Write `key: value`", code="not-a-mapping")])
+    raise ConfigError.of(key, problem, "Write `key: value`", code="not-a-mapping")
 
 
 def _reason(error: Exception) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, clipped
+from hybrid_engine.errors import ConfigError, DependencyError, clipped
 from hybrid_engine.files.model_files import (
     COMPANIONS,
     CONFIG,
@@ -89,14 +89,13 @@ class HubSnapshot:
             weight_files(self.directory, key)
         except ConfigError as error:
             reason = error.findings[0].problem
-            violation = Violation(
+            raise ConfigError.of(
                 key,
                 f"{self.repo_id} has no complete safetensors weights at commit "
                 f"{self.commit}: {reason}",
                 "Choose a revision or a model that has them, or set random_weights: true",
                 code="no-weights",
-            )
-            raise ConfigError([violation]) from None
+            ) from None
 
 
 def find_model(
@@ -129,13 +128,12 @@ def find_model(
     if not exists and _ID.fullmatch(str(name)):
         return _download(str(name), revision, (*COMPANIONS, INDEX), key)
     if revision is not None:
-        violation = Violation(
+        raise ConfigError.of(
             _revision_key(key),
             f"{clipped(revision)}, but {key} is a path: {path}",
             "Leave it out, or name a model on the Hub",
             code="revision-of-a-path",
         )
-        raise ConfigError([violation])
     is_config = exists and path.name == CONFIG and path.is_file()
     return path.parent if is_config else path
 
@@ -175,51 +173,46 @@ def _naming(repo_id: str, revision: str | None, key: str) -> Iterator[None]:
         yield
     # GatedRepoError is a RepositoryNotFoundError, so it comes first.
     except errors.GatedRepoError as error:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{repo_id} is gated",
             f"Accept its terms on {site}, then log in with `hf auth login`, or set HF_TOKEN",
             code="gated-model",
-        )
-        raise ConfigError([violation]) from error
+        ) from error
     except errors.RepositoryNotFoundError as error:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{repo_id} is neither a directory nor a model on the Hub that you may see",
             "Correct the name; for a private model log in with `hf auth login`, or set HF_TOKEN",
             code="unknown-model",
-        )
-        raise ConfigError([violation]) from error
+        ) from error
     except errors.RevisionNotFoundError as error:
-        violation = Violation(
+        raise ConfigError.of(
             _revision_key(key),
             f"{repo_id} has no revision {clipped(str(revision))}",
             f"Choose one of {site}/tree/main",
             code="unknown-revision",
-        )
-        raise ConfigError([violation]) from error
+        ) from error
     except errors.LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached"
         if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE is set"
         at = "" if revision is None else f" at {clipped(revision)}"
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{repo_id}{at} is not a directory, nor complete in the cache, and {reason}",
             f"Correct the path, or run `hf download {repo_id}` where there is a network",
             code="not-in-cache",
-        )
-        raise ConfigError([violation]) from error
+        ) from error
     # The HTTP client, and with it the type of its errors, changed between versions.
     except Exception as error:
         reason = clipped(f"{type(error).__name__}: {error}", 500)
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{repo_id} cannot be downloaded: {reason}",
             "Try again, or download it by hand and name the directory",
             code="download-failed",
-        )
-        raise ConfigError([violation]) from error
+        ) from error
 
 
 def _revision_key(key: str) -> str:

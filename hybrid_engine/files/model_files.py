@@ -84,13 +84,12 @@ def weight_files(directory: Path, key: str = "path") -> list[str]:
     # `os.path.isfile` accepts any name, unlike `Path.is_file`.
     missing = [clipped(name) for name in names if not os.path.isfile(directory / name)]
     if missing:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{directory / INDEX} names missing files: {first_of(missing, 5)}",
             "Complete the download",
             code="missing-files",
         )
-        raise ConfigError([violation])
     return names
 
 
@@ -126,22 +125,20 @@ def indexed_files(directory: Path, key: str = "path") -> list[str] | None:
         index = json.loads(read_regular(path, _MAX_INDEX_NBYTES))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{path} has no weight_map",
             "Download it again",
             code="invalid-index",
         )
-        raise ConfigError([violation])
     outside = [str(name) for name in weight_map.values() if not is_plain_name(name)]
     if outside:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             f"{path} names files outside its directory: {', '.join(outside)[:200]}",
             "Name files without directories",
             code="invalid-index",
         )
-        raise ConfigError([violation])
     return sorted(set(weight_map.values()))
 
 

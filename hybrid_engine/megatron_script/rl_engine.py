@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
-from hybrid_engine.errors import ArgumentError, Violation
+from hybrid_engine.errors import ArgumentError
 from hybrid_engine.megatron_script.script_engine import Journal, ScriptEngine
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
@@ -89,7 +89,7 @@ class RolloutEngine(ScriptEngine):
         if sampling["max_tokens"] < 1:
             problem = f"{len(prompt)} tokens, which leaves none to draw"
             remedy = "Raise --inference-max-seq-length"
-            raise ArgumentError([Violation("prompt", problem, remedy, code="prompt-too-long")])
+            raise ArgumentError.of("prompt", problem, remedy, code="prompt-too-long")
         served = cast("ServedInference", self.inference)
         return served.complete_one(prompt, Sampling(**sampling))
 

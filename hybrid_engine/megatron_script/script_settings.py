@@ -229,17 +229,17 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     key = "--resharding-config"
     if path is None:
         remedy = "Name a YAML file with `model` and `generate_config`"
-        raise ConfigError([Violation(key, "is missing", remedy, code="missing-key")])
+        raise ConfigError.of(key, "is missing", remedy, code="missing-key")
     content = read_yaml(path, key)
     unknown = sorted(clipped(str(name)) for name in set(content) - set(_KEYS))
     if "actor_config" in unknown:
         problem = "is determined by Megatron's own arguments"
         remedy = f"Remove it from {path}"
-        raise ConfigError([Violation("actor_config", problem, remedy, code="has-no-effect")])
+        raise ConfigError.of("actor_config", problem, remedy, code="has-no-effect")
     if unknown:
         problem = f"{path}: unknown keys {', '.join(unknown[:10])}"
         remedy = f"Known keys: {', '.join(_KEYS)}"
-        raise ConfigError([Violation(key, problem, remedy, code="unknown-key")])
+        raise ConfigError.of(key, problem, remedy, code="unknown-key")
     return content
 
 
@@ -251,12 +251,12 @@ def _read_sampling(values: Any) -> Sampling:
     if not isinstance(values, Mapping):
         problem = f"expected a mapping, got {shortened(values)}"
         remedy = f"Keys: {', '.join(known)}"
-        raise ConfigError([Violation("sampling", problem, remedy, code="not-a-mapping")])
+        raise ConfigError.of("sampling", problem, remedy, code="not-a-mapping")
     unknown = [clipped(str(name)) for name in values if name not in known]
     if unknown:
         problem = f"unknown keys {', '.join(unknown[:10])}"
         remedy = f"Known keys: {', '.join(known)}"
-        raise ConfigError([Violation("sampling", problem, remedy, code="unknown-key")])
+        raise ConfigError.of("sampling", problem, remedy, code="unknown-key")
     return Sampling(**values)
 
 
@@ -373,7 +373,7 @@ def _require_writable(directory: Path | None) -> None:
             "write to"
         )
         remedy = "Name another directory"
-        raise ConfigError([Violation("--resharding-output", problem, remedy, code="not-writable")])
+        raise ConfigError.of("--resharding-output", problem, remedy, code="not-writable")
 
 
 def _import_callback(reference: str | None) -> Callback | None:
@@ -387,11 +387,11 @@ def _import_callback(reference: str | None) -> Callback | None:
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         problem = f"{reference} cannot be imported: {error}"
         remedy = "Name a MODULE:FUNCTION that can be imported"
-        raise ConfigError([Violation(key, problem, remedy, code="import-failed")]) from error
+        raise ConfigError.of(key, problem, remedy, code="import-failed") from error
     if not callable(callback):
         problem = f"{reference} is a {type(callback).__name__}"
         remedy = "Name a function of one argument"
-        raise ConfigError([Violation(key, problem, remedy, code="not-callable")])
+        raise ConfigError.of(key, problem, remedy, code="not-callable")
     return callback
 
 

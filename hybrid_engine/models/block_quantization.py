@@ -146,7 +146,7 @@ class BlockFormat:
             )
             remedy = "Use other parallel sizes in training"
             key = "generate_config.quantization"
-            raise ConfigError([Violation(key, problem, remedy, code="cut-in-a-byte")])
+            raise ConfigError.of(key, problem, remedy, code="cut-in-a-byte")
         return Region(name, (row, column // per_byte), (height, width // per_byte))
 
     def scales_of(self, region: Region) -> Region:

@@ -122,13 +122,12 @@ def architecture_of(names: object, source: str = "config.json") -> str:
     """
     names = names or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        violation = Violation(
+        raise ConfigError.of(
             "architectures",
             f"Input should be a list of names, found {shortened(names)}, in {source}",
             "Name one of transformers' model classes",
             code="invalid-value",
         )
-        raise ConfigError([violation])
     if not names:
         raise UnknownModelError(
             f"{source} names no architectures, so neither a name table nor a class of transformers "
@@ -149,13 +148,12 @@ def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[st
     try:
         return table_for(config, path), config
     except UnknownModelError as error:
-        violation = Violation(
+        raise ConfigError.of(
             key,
             str(error),
             "Choose a model that transformers has a class for",
             code="unknown-architecture",
-        )
-        raise ConfigError([violation]) from None
+        ) from None
 
 
 def require_rules(table: ModelTable) -> None:

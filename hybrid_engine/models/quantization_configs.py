@@ -109,7 +109,7 @@ def block_config(hf_config: HfConfig, method: str | None) -> dict[str, Any] | No
                 f"{method}, but which layers of a model with text_config are quantised is not known"
             )
             remedy = "Use a config.json with quantization_config, or another method"
-            raise ConfigError([Violation(_KEY, problem, remedy, code="other-quantization")])
+            raise ConfigError.of(_KEY, problem, remedy, code="other-quantization")
         return _usual_config(hf_config, method)
     try:
         described = format_in(published).method

@@ -24,7 +24,7 @@ from hybrid_engine.config.keys import (
     Steps,
 )
 from hybrid_engine.config.loading import violations_of
-from hybrid_engine.errors import ConfigError, Violation, first_of, shortened
+from hybrid_engine.errors import ConfigError, first_of, shortened
 from hybrid_engine.rl.losses import (
     Aggregation,
     Baseline,
@@ -228,7 +228,7 @@ class LoopConfig(Section):
             problem = "needs a list of prompts, but prompts is a function or a stream"
         if problem:
             key = self.key("passes")
-            raise ConfigError([Violation(key, problem, "Set steps alone", code="conflicting-keys")])
+            raise ConfigError.of(key, problem, "Set steps alone", code="conflicting-keys")
         # 1.5 passes over 100 prompts with 8 in a step are 18.75, so 19 steps.
         steps = max(math.ceil(self.passes * (num_prompts or 0) / self.prompts_per_step), 1)
         return self.model_copy(update={"steps": steps, "passes": None})
@@ -247,7 +247,7 @@ class LoopConfig(Section):
         if fixed:
             problem = f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run"
             remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
-            raise ConfigError([Violation("changed", problem, remedy, code="cannot-change")])
+            raise ConfigError.of("changed", problem, remedy, code="cannot-change")
         dotted = (f"{type(self).__name__}.{name}" for name in {*names, *self._free})
         return {*names, *dotted}
 

@@ -231,8 +231,7 @@ class Conversations:
         if not callable(respond):
             problem = f"for {state.place} it returned {shortened(respond)}"
             remedy = "Return a function that takes an answer and returns the reply"
-            violation = Violation("environment", problem, remedy, code="not-callable")
-            raise ArgumentError([violation])
+            raise ArgumentError.of("environment", problem, remedy, code="not-callable")
         state.respond = respond
         prompt = prompt_of(state.prompt)
         state.messages = list(prompt) if form_of(prompt) == "a chat" else None
@@ -255,8 +254,7 @@ class Conversations:
         except (ConfigError, ValueError) as error:
             problem = f"for {state.place}: {error}"
             remedy = "Reply with messages, a text, token ids, or None to end the conversation"
-            violation = Violation("environment", problem, remedy, code="invalid-reply")
-            raise ArgumentError([violation]) from error
+            raise ArgumentError.of("environment", problem, remedy, code="invalid-reply") from error
         if state.messages is not None:
             state.last_reply = reply
             if form_of(reply) != "a chat":

@@ -33,7 +33,6 @@ from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
     HybridEngineError,
-    Violation,
     first_of,
     require_none,
 )
@@ -356,7 +355,7 @@ class Loop:
                 remedy = f"Use one of {first_of(sorted(row), 60)}"
                 key = f"{config.name}.keep_best"
                 with self.worker.job.agreement.phase("reading keep_best"):
-                    raise ConfigError([Violation(key, problem, remedy, code="unknown-column")])
+                    raise ConfigError.of(key, problem, remedy, code="unknown-column")
             return row
 
         newest = None if files is None else self._newest(files)
@@ -627,7 +626,7 @@ class Loop:
             problem = "" if advantages.isfinite().all() else "not all of them are finite numbers"
         if problem:
             remedy = "Return a finite number for each reward, or for each token of the batch [B, S]"
-            raise ArgumentError([Violation("advantages", problem, remedy, code="wrong-advantages")])
+            raise ArgumentError.of("advantages", problem, remedy, code="wrong-advantages")
         return advantages
 
     @torch_defaults()

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.errors import BatchError, shortened
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches import mean_weights
 from hybrid_engine.trainer.batches.arrangement import require_one_sequence_a_row
@@ -143,7 +143,7 @@ def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Te
             "tokens per row"
         )
         remedy = "Pass a list for each row, with a value for each of its response tokens"
-        raise BatchError([Violation("values", problem, remedy, code="wrong-length")])
+        raise BatchError.of("values", problem, remedy, code="wrong-length")
     # Indexing by a mask goes row by row, so the values are concatenated in the order of the rows.
     flat = [value for sequence in values for value in sequence]
     aligned = torch.zeros_like(mask)

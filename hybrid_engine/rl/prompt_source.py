@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ArgumentError, ConfigError, clipped, shortened
 from hybrid_engine.files.durable import naming, write_bytes
 from hybrid_engine.files.reading import read_regular
 from hybrid_engine.rl.user_callbacks import naming_failure
@@ -72,7 +72,7 @@ def _of_function(function: Callable[[int], Sequence[Any]], count: int, number: i
     if len(prompts) != count:
         problem = f"{len(prompts)} for step {number}"
         remedy = f"Return {count}, which is prompts_per_step"
-        raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-length")])
+        raise ArgumentError.of("prompts", problem, remedy, code="wrong-length")
     return range(count), prompts
 
 
@@ -105,12 +105,11 @@ class StreamedPrompts:
         except Exception as error:  # of the stream, which may read a network
             problem = f"the stream failed: {type(error).__name__}: {clipped(str(error))}"
             remedy = "Resume the run when it can be read"
-            violation = Violation("prompts", problem, remedy, code="stream-failed")
-            raise ArgumentError([violation]) from error
+            raise ArgumentError.of("prompts", problem, remedy, code="stream-failed") from error
         if len(prompts) < self._count:
             problem = "the stream has no prompts"
             remedy = "Pass a stream of prompts"
-            raise ArgumentError([Violation("prompts", problem, remedy, code="no-prompts")])
+            raise ArgumentError.of("prompts", problem, remedy, code="no-prompts")
         self._places[number] = self._place()
         # With `max_staleness` 0 taking step 5 forgets the place of
         # step 3: step 4 may still be saved.
@@ -165,8 +164,7 @@ class StreamedPrompts:
         except Exception as error:  # of pickle, of torch or of the stream's objects
             problem = f"the stream's state_dict cannot be saved: {clipped(str(error))}"
             remedy = "Let it return numbers, texts, lists, mappings and tensors"
-            violation = Violation("prompts", problem, remedy, code="unsavable-place")
-            raise ArgumentError([violation]) from error
+            raise ArgumentError.of("prompts", problem, remedy, code="unsavable-place") from error
         return buffer.getvalue()
 
 
@@ -189,7 +187,7 @@ def listed(prompts: Any) -> list[Any]:
             return list(prompts)
     problem = f"got {type(prompts).__name__}: {shortened(prompts)}"
     remedy = 'Pass a list of prompts, a split such as dataset["train"], or a function of the step'
-    raise ConfigError([Violation("prompts", problem, remedy, code="not-a-list")])
+    raise ConfigError.of("prompts", problem, remedy, code="not-a-list")
 
 
 def source_of(

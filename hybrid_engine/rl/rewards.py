@@ -214,7 +214,7 @@ class RewardFunctions:
             if not isinstance(values, list) or len(values) != len(samples):
                 problem = f"returned a {type(values).__name__} of {len(values)} for {whole}"
                 remedy = "Return a list with a number, or None, for each completion"
-                raise ArgumentError([Violation(argument, problem, remedy, code="wrong-length")])
+                raise ArgumentError.of(argument, problem, remedy, code="wrong-length")
         # By identity: a value may be an array.
         marks = {id(_FAILED): math.inf}
         if not self._is_single:
@@ -243,13 +243,13 @@ class RewardFunctions:
         if is_failed.all():
             problem = f"failed for all {len(samples)} completions of the step"
             remedy = "See the warnings above"
-            raise ArgumentError([Violation("reward", problem, remedy, code="callback-failed")])
+            raise ArgumentError.of("reward", problem, remedy, code="callback-failed")
         without = parts.isnan().all(dim=0)
         if without.any():
             places = [samples[index][0] for index in without.nonzero().flatten().tolist()]
             problem = f"no function applies to {first_of(places, 3, '; ')}"
             remedy = "Let one function return a number for every completion"
-            raise ArgumentError([Violation("reward", problem, remedy, code="invalid-reward")])
+            raise ArgumentError.of("reward", problem, remedy, code="invalid-reward")
         if config.overlong_tokens:
             lengths = torch.tensor([len(completion.token_ids) for *_, completion in samples])
             # Of at most 1,000 tokens 200 are overlong: 900 tokens get half of the penalty.

@@ -102,7 +102,7 @@ class RunArguments:
         if not isinstance(config, GrpoConfig | PpoConfig):
             problem = f"got {shortened(config)}"
             remedy = "Call train(model, prompts, reward, GrpoConfig(...))"
-            raise ConfigError([Violation("config", problem, remedy, code="not-a-config")])
+            raise ConfigError.of("config", problem, remedy, code="not-a-config")
         num_prompts = None
         if are_listed(prompts):
             num_prompts = len(prompts) if hasattr(prompts, "__len__") else None
@@ -368,7 +368,7 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
             f"room for {limit}"
         )
         remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
-        raise ConfigError([Violation("prompts", problem, remedy, code="prompts-too-long")])
+        raise ConfigError.of("prompts", problem, remedy, code="prompts-too-long")
 
 
 def _unknown_arguments(chat: Mapping[str, Any]) -> Violations:

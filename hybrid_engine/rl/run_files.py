@@ -295,7 +295,7 @@ class RunFiles:
                     f"{self.out} has no complete checkpoint, but had one: first-checkpoint is there"
                 )
                 remedy = "Put its checkpoint back, or begin a new run in another directory"
-                raise ConfigError([Violation("out", problem, remedy, code="checkpoint-is-missing")])
+                raise ConfigError.of("out", problem, remedy, code="checkpoint-is-missing")
 
     def _settings(self) -> dict[str, Any]:
         """Return the recorded settings. Raises FileError."""
@@ -336,7 +336,7 @@ class RunFiles:
                 f"worker's have {now}"
             )
             remedy = "Build a new worker, with the model, seed and weights that the run began with"
-            raise ConfigError([Violation("model", problem, remedy, code="different-reference")])
+            raise ConfigError.of("model", problem, remedy, code="different-reference")
 
     def progress(self) -> Progress | None:
         """Return the progress of the newest complete checkpoint, if any.
@@ -404,7 +404,7 @@ class RunFiles:
             if holder is not None:
                 problem = f"another job is writing {self.out}: {holder}"
                 remedy = "Wait until it has ended, or use another directory"
-                raise ConfigError([Violation("out", problem, remedy, code="run-is-locked")])
+                raise ConfigError.of("out", problem, remedy, code="run-is-locked")
         return lock
 
     def begin(self, settings: Mapping[str, Any], resume: bool = True) -> None:

@@ -53,7 +53,7 @@ from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
 """Key of a file that the engines alone do not have."""
-_ALGORITHMS = {"grpo": GrpoConfig, "ppo": PpoConfig}
+_ALGORITHMS: dict[str, type[GrpoConfig | PpoConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> name of its reader in datasets."""
 _PARTS = {"subset", "split"}
@@ -198,13 +198,12 @@ def _algorithm_of(section: Mapping[str, Any]) -> GrpoConfig | PpoConfig:
     named = [name for name in _ALGORITHMS if name in section]
     if len(named) != 1:
         problem = f"has {' and '.join(named) or 'neither grpo nor ppo'}"
-        violation = Violation(SECTION, problem, "Give one of them", code="no-algorithm")
-        raise ConfigError([violation])
+        raise ConfigError.of(SECTION, problem, "Give one of them", code="no-algorithm")
     key = f"{SECTION}.{named[0]}"
     values = section[named[0]] or {}
     if not isinstance(values, Mapping):
         problem = f"expected keys and values, found {shortened(values)}"
-        raise ConfigError([Violation(key, problem, "Write keys", code="not-a-mapping")])
+        raise ConfigError.of(key, problem, "Write keys", code="not-a-mapping")
     return _ALGORITHMS[named[0]].of_section(key, values)
 
 
@@ -236,7 +235,7 @@ def _function(name: str, key: str, directory: Path) -> Any:
     except Exception as error:  # the module is the user's, and can raise anything
         problem = f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}"
         remedy = f"Use {', '.join(NAMED_REWARDS)}, or module:function"
-        raise ConfigError([Violation(key, problem, remedy, code="unknown-reward")]) from error
+        raise ConfigError.of(key, problem, remedy, code="unknown-reward") from error
 
 
 def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any]]:
@@ -260,13 +259,12 @@ def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any
     except KeyError as error:
         problem = f"has no column {error}"
     if problem:
-        violation = Violation(
+        raise ConfigError.of(
             f"{SECTION}.data",
             f"{shortened(source)} {problem}",
             f"Its columns are {first_of(rows.column_names, 20)}",
             code="unknown-column",
         )
-        raise ConfigError([violation])
     return prompts
 
 
@@ -312,4 +310,4 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     except Exception as error:  # of a network, a file or a script of theirs
         problem = f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}"
         remedy = "Name a data set of the Hub, with its subset and split, or a file"
-        raise ConfigError([Violation(key, problem, remedy, code="unreadable-data")]) from error
+        raise ConfigError.of(key, problem, remedy, code="unreadable-data") from error

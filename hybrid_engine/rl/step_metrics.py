@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.compute_check.logprob_check import exactness
-from hybrid_engine.errors import ArgumentError, ComputationError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, ComputationError, shortened
 from hybrid_engine.ports import Batch, Figures
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.conversation_state import Conversation
@@ -111,15 +111,14 @@ def evaluation_figures(returned: Any) -> Figures:
     remedy = "Return a mapping of names to numbers"
     if not isinstance(returned, Mapping):
         problem = f"returned {shortened(returned)}"
-        raise ArgumentError([Violation("evaluate", problem, remedy, code="not-a-mapping")])
+        raise ArgumentError.of("evaluate", problem, remedy, code="not-a-mapping")
     figures = {}
     for name, value in returned.items():
         try:
             figures[str(name)] = number_of(value)
         except Exception as error:  # the value's own conversion can raise anything
             problem = f"{name} is {shortened(value)}"
-            violation = Violation("evaluate", problem, remedy, code="not-a-number")
-            raise ArgumentError([violation]) from error
+            raise ArgumentError.of("evaluate", problem, remedy, code="not-a-number") from error
     return figures
 
 

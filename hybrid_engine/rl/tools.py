@@ -137,7 +137,7 @@ def by_name(environments: Mapping[str, Environment], column: str = "environment"
         if not isinstance(name, str) or name not in environments:
             problem = f"{column} of the prompt is {shortened(name)}"
             remedy = f"Use one of {first_of(sorted(environments), 10)}"
-            raise ArgumentError([Violation("prompts", problem, remedy, code="unknown-environment")])
+            raise ArgumentError.of("prompts", problem, remedy, code="unknown-environment")
         return environments[name](prompt)
 
     return environment

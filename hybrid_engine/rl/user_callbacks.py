@@ -95,7 +95,7 @@ def rewards_of(
     if wrong:
         problem = f"is {wrong[0]}; {len(wrong):,} of {len(rewards):,} values are not valid"
         remedy = f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element"
-        raise ArgumentError([Violation(argument, problem, remedy, code="invalid-reward")])
+        raise ArgumentError.of(argument, problem, remedy, code="invalid-reward")
     return rewards
 
 
@@ -283,8 +283,7 @@ def naming_failure(
         remedy = "It cannot be called with these arguments"
         if user_frames:
             remedy = f"It was raised by {user_frames[0].filename}:{user_frames[0].lineno}"
-        violation = Violation(argument, problem, remedy, code="callback-failed")
-        raise ArgumentError([violation]) from error
+        raise ArgumentError.of(argument, problem, remedy, code="callback-failed") from error
 
 
 @contextmanager

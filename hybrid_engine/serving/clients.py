@@ -115,26 +115,24 @@ def server_of(server: object, timeout_seconds: float, *, allow_public: bool) -> 
     if isinstance(server, VllmServer):
         return server
     remedy = "Give http://HOST:PORT, ray:NAME, a Ray actor, or a serving.clients.VllmServer"
-    raise ConfigError(
-        [Violation("servers", f"got {shortened(server)}", remedy, code="invalid-server")]
-    )
+    raise ConfigError.of("servers", f"got {shortened(server)}", remedy, code="invalid-server")
 
 
 def require_servers(servers: Sequence[object], address: str | None, hosts: Sequence[str]) -> None:
     """Raise ConfigError for no or duplicate servers, or several `hosts` without an address."""
     if not servers:
-        raise ConfigError([Violation("servers", "none", "Name at least one", code="no-server")])
+        raise ConfigError.of("servers", "none", "Name at least one", code="no-server")
     if len({str(server).rstrip("/") for server in servers}) < len(servers):
         # A server that is invited twice would wait for itself to join.
         problem = f"duplicate server: {shortened(servers)}"
         remedy = "Name each server once"
-        raise ConfigError([Violation("servers", problem, remedy, code="duplicate-server")])
+        raise ConfigError.of("servers", problem, remedy, code="duplicate-server")
     if address is None and len(set(hosts)) > 1:
         problem = (
             "trainers are on several hosts, but there is no address at which servers can reach them"
         )
         remedy = "Give the address of a network interface of the first trainer"
-        raise ConfigError([Violation("address", problem, remedy, code="missing-address")])
+        raise ConfigError.of("address", problem, remedy, code="missing-address")
 
 
 def named_server(name: str, timeout_seconds: float, *, allow_public: bool = False) -> Server:
@@ -160,8 +158,8 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
             "Start the cluster and the actor first, with options(name=...), in the namespace of "
             "this process"
         )
-        raise ConfigError(
-            [Violation("servers", f"{name}: {clipped(str(error))}", remedy, code="unknown-actor")]
+        raise ConfigError.of(
+            "servers", f"{name}: {clipped(str(error))}", remedy, code="unknown-actor"
         ) from None
 
 
@@ -262,7 +260,7 @@ class HttpServer(Server):
                 "Bind the server to the loopback or a private address, "
                 "or set allow_public behind a firewall"
             )
-            raise ConfigError([Violation("servers", problem, remedy, code="public-address")])
+            raise ConfigError.of("servers", problem, remedy, code="public-address")
 
     def num_workers(self) -> int:
         response = self.get("get_world_size")
@@ -384,7 +382,7 @@ def _authenticated(request: Any) -> Any:
     if not (key.isascii() and key.isprintable()):
         problem = "has a line break, or another character that HTTP headers cannot have"
         remedy = "Write the secret without it"
-        raise ConfigError([Violation(API_KEY, problem, remedy, code="invalid-api-key")])
+        raise ConfigError.of(API_KEY, problem, remedy, code="invalid-api-key")
     if key:
         request.headers["Authorization"] = f"Bearer {key}"
     if TOKEN in os.environ:
@@ -515,9 +513,7 @@ def _public_addresses(url: str, *, allow_public: bool) -> list[str]:
     except (ValueError, OSError) as error:
         problem = f"{shortened(shown)}: {error}"
         remedy = "Give the address at which the server listens"
-        raise ConfigError(
-            [Violation("servers", problem, remedy, code="unresolved-address")]
-        ) from None
+        raise ConfigError.of("servers", problem, remedy, code="unresolved-address") from None
 
 
 def with_server_error(phase: str, call: Callable[[], _T]) -> _T:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, MessageError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, MessageError, clipped, shortened
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.ranks.background import in_background
 from hybrid_engine.ranks.world import World, store_at
@@ -475,15 +475,15 @@ def require_address(address: str, *, allow_public: bool) -> None:
         addresses = resolved_addresses(address)
     except (ValueError, OSError) as error:
         problem = f"{shortened(address)}: {error}"
-        raise ConfigError([Violation(key, problem, remedy, code="unresolved-address")]) from None
+        raise ConfigError.of(key, problem, remedy, code="unresolved-address") from None
     if any(resolved.is_unspecified for resolved in addresses):
         problem = f"other hosts cannot connect to {address}"
-        raise ConfigError([Violation(key, problem, remedy, code="unspecified-address")])
+        raise ConfigError.of(key, problem, remedy, code="unspecified-address")
     public = public_addresses(addresses)
     if public and not allow_public:
         problem = f"{', '.join(public)} is public, and the rendezvous store has no authentication"
         remedy = "Give a private address, or set server_allow_public if a firewall protects it"
-        raise ConfigError([Violation(key, problem, remedy, code="public-address")])
+        raise ConfigError.of(key, problem, remedy, code="public-address")
 
 
 def require_token() -> str:
@@ -496,7 +496,7 @@ def require_token() -> str:
         "Set it to the same secret in the environment of trainers "
         "and servers (openssl rand -hex 32)"
     )
-    raise ConfigError([Violation(TOKEN, problem, remedy, code="missing-token")])
+    raise ConfigError.of(TOKEN, problem, remedy, code="missing-token")
 
 
 def resolved_addresses(host: str) -> list[Address]:
@@ -532,10 +532,9 @@ def require_ports(ports: str | None) -> None:
             f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there '
             "(in a pod, securityContext.sysctls)"
         )
-        violation = Violation(
+        raise ConfigError.of(
             "generate_config.server_ports", problem, remedy, code="port-range-of-kernel"
         )
-        raise ConfigError([violation])
 
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

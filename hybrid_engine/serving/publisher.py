@@ -51,7 +51,6 @@ from hybrid_engine.errors import (
     LostRankError,
     ServerError,
     StateError,
-    Violation,
     require_none,
 )
 from hybrid_engine.memory.offload_items import KINDS
@@ -151,7 +150,7 @@ class WeightPublisher(Switch):
         if not hasattr(trainer, "guard"):
             problem = f"got a {type(trainer).__name__}"
             remedy = "Pass a ports.Trainer. For a model, HybridEngine(model=...) has one"
-            raise ConfigError([Violation("trainer", problem, remedy, code="not-a-trainer")])
+            raise ConfigError.of("trainer", problem, remedy, code="not-a-trainer")
         super().__init__(trainer, offloader or Offloader(trainer), config, job)
         self._side = NoInference()
         self.inference = self._side

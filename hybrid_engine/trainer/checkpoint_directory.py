@@ -46,7 +46,6 @@ from hybrid_engine.errors import (
     FileError,
     HybridEngineError,
     StateError,
-    Violation,
     clipped,
     first_of,
 )
@@ -197,7 +196,7 @@ def _make_save(directory: Path) -> Path:
     if os.path.lexists(directory / LATEST) and _pointed_name(directory / LATEST) is None:
         problem = f"{directory / LATEST} is not the pointer of a checkpoint"
         remedy = "Save to another directory, or move that file away"
-        raise ConfigError([Violation("directory", problem, remedy, code="not-a-checkpoint")])
+        raise ConfigError.of("directory", problem, remedy, code="not-a-checkpoint")
     directory.mkdir(parents=True, exist_ok=True)
     saves = _saves(directory)
     # checksums are written last

@@ -17,7 +17,6 @@ from hybrid_engine.errors import (
     DependencyError,
     LossError,
     StateError,
-    Violation,
     shortened,
 )
 
@@ -86,7 +85,7 @@ class ScheduledOptimizer:
         if not (is_number and 0 <= float(learning_rate) <= LARGEST):
             problem = f"{shortened(value)} is not a valid rate"
             remedy = f"Use a number from 0 to {LARGEST:g}"
-            raise ArgumentError([Violation("learning_rate", problem, remedy, code="out-of-range")])
+            raise ArgumentError.of("learning_rate", problem, remedy, code="out-of-range")
         for group in groups:
             group["lr"] = float(learning_rate)
 

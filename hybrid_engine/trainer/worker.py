@@ -17,7 +17,7 @@ from hybrid_engine.assembly import inference_side
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.parallelism import sizes_text
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
@@ -318,8 +318,7 @@ def _builder(
         return partial(build_with_fsdp, module=module)
     if module is not None:
         problem = "is not set, but only FSDP2 trains a module"
-        violation = Violation("actor_config.fsdp", problem, "Set it to {}", code="not-supported")
-        raise ConfigError([violation])
+        raise ConfigError.of("actor_config.fsdp", problem, "Set it to {}", code="not-supported")
     from hybrid_engine.attaching.attachment import apply_patches
 
     # before Megatron's modules are imported for the build

@@ -89,15 +89,24 @@ def _codes() -> dict[str, list[str]]:
     codes = defaultdict[str, set[str]](set)
     for _, tree in _trees():
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            if not isinstance(node, ast.Call) or not (called := constructed(node)):
                 continue
             for keyword in node.keywords:
                 is_literal = isinstance(keyword.value, ast.Constant)
                 if keyword.arg == "code" and is_literal and isinstance(keyword.value.value, str):
                     # A constraint is raised as violations.
-                    name = node.func.id.replace("Constraint", "Violation")
-                    codes[name].add(keyword.value.value)
+                    codes[called.replace("Constraint", "Violation")].add(keyword.value.value)
     return {name: sorted(values) for name, values in sorted(codes.items())}
+
+
+def constructed(call: ast.Call) -> str:
+    """Return the name of what a call constructs; "Violation" for ConfigError.of."""
+    match call.func:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(attr="of", value=ast.Name(id="ConfigError" | "ArgumentError" | "BatchError")):
+            return "Violation"
+    return ""
 
 
 def main() -> None:

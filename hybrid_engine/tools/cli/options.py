@@ -113,8 +113,9 @@ def check_config(
             directory=directory,
         )
     except DependencyError as error:  # a model on the Hub, without huggingface_hub
-        violation = Violation("model", str(error), "Or name a directory", code="needs-package")
-        raise ConfigError([violation]) from error
+        raise ConfigError.of(
+            "model", str(error), "Or name a directory", code="needs-package"
+        ) from error
 
 
 def _rank_violations(ranks: int) -> Violations:

@@ -218,11 +218,11 @@ def _size_of_device(name: str | None, gib: float | None) -> float:
         return Cluster().device_gib if gib is None else gib
     if gib is not None:
         problem = f"{shortened(name)}, and --device-gib {gib:g}"
-        raise ConfigError([Violation("--device", problem, "Leave out one", code="set-twice")])
+        raise ConfigError.of("--device", problem, "Leave out one", code="set-twice")
     if name.lower() not in DEVICE_GIB:
         problem = f"unknown device {shortened(name)}"
         remedy = f"Use one of {', '.join(DEVICE_GIB)}, or --device-gib"
-        raise ConfigError([Violation("--device", problem, remedy, code="unknown-device")])
+        raise ConfigError.of("--device", problem, remedy, code="unknown-device")
     return DEVICE_GIB[name.lower()]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hybrid_engine.config import ActorConfig, HybridConfig
 from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
 from hybrid_engine.config.rules import JobContext
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.kv_cache import LayerCache, layer_caches, sequence_nbytes
 from hybrid_engine.layouts.memory import (
@@ -545,8 +545,9 @@ def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
         from hybrid_engine.backends.fsdp.names import packed_model_of
     except ImportError as error:
         problem = f"transformers and torch determine how FSDP2 splits a model: {error}"
-        violation = Violation("actor_config.fsdp", problem, "Install both", code="needs-package")
-        raise ConfigError([violation]) from error
+        raise ConfigError.of(
+            "actor_config.fsdp", problem, "Install both", code="needs-package"
+        ) from error
     return packed_model_of(config.model, table)
 
 
@@ -576,5 +577,5 @@ def longest_sequence(config: HybridConfig) -> int:
         key = "generate_config.max_model_len"
         problem = f"{longest:,} tokens, but the model has {limit:,} positions (config.json)"
         remedy = f"Lower it; vLLM takes longer sequences with {_LONGER}=1 only"
-        raise ConfigError([Violation(key, problem, remedy, code="out-of-range")])
+        raise ConfigError.of(key, problem, remedy, code="out-of-range")
     return longest

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.config import load_config
-from hybrid_engine.errors import ConfigError, HybridEngineError, ReshardError, Violation
+from hybrid_engine.errors import ConfigError, HybridEngineError, ReshardError
 from hybrid_engine.files.model_files import CONFIG, weight_files
 from hybrid_engine.models import table_for
 from hybrid_engine.models.families import read_model
@@ -155,8 +155,7 @@ def certify(pairs: Sequence[CheckpointPair], scratch: Path) -> dict[str, list[Fi
     if ended.status == _REFUSED:
         last_line = ended.output.strip().rpartition("\n")[2]
         remedy = "Give arguments of `vllm serve` after `--`"
-        violation = Violation("VLLM ARGUMENTS", last_line, remedy, code="unknown-vllm-argument")
-        raise ConfigError([violation])
+        raise ConfigError.of("VLLM ARGUMENTS", last_line, remedy, code="unknown-vllm-argument")
     ended.require_success("certify", timeout)
     failures = json.loads(out.read_text())
     return {pair.name: list(_findings(pair, failures[pair.name])) for pair in pairs}
@@ -252,8 +251,7 @@ def _switch(pair: CheckpointPair, directory: Path) -> None:
     if unsupported:
         problem = f"{', '.join(sorted(unsupported))}: the switch does not take it"
         remedy = "See `hybrid-engine verify` for other layouts"
-        violation = Violation("VLLM ARGUMENTS", problem, remedy, code="not-for-switch")
-        raise ConfigError([violation])
+        raise ConfigError.of("VLLM ARGUMENTS", problem, remedy, code="not-for-switch")
     actor = {"params_dtype": arguments.dtype, "seq_length": arguments.max_model_len}
     table, _ = read_model(Path(pair.given))
     if table.is_derived:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.model_files import CONFIG, PROCESSOR, TOKENIZER, HfConfig, files_like
 from hybrid_engine.models import table_for
 from hybrid_engine.models.derived import full_config, takes_images
@@ -111,7 +111,7 @@ def copy_companions(model: Path, directory: Path) -> None:
         if not any(files_like(model, PROCESSOR)):
             problem = f"{model} takes images and has no processor's files (*processor*.json)"
             remedy = "Put the files of the model's tokenizer and processor beside config.json"
-            raise ConfigError([Violation("model", problem, remedy, code="needs-processor")])
+            raise ConfigError.of("model", problem, remedy, code="needs-processor")
     for path in files_like(model, patterns):
         shutil.copyfile(path, directory / path.name)
 

@@ -170,10 +170,10 @@ def require_one_sequence_a_row(batch: Batch, name: str, *, in_order: bool = Fals
     most = num_sequences(sequence_ids)
     if most > 1:
         problem = f"has rows of up to {most} sequences, but {name} requires one sequence a row"
-        raise BatchError([Violation(key, problem, remedy, code="several-sequences")])
+        raise BatchError.of(key, problem, remedy, code="several-sequences")
     if in_order and bool((sequence_ids.amax(1).diff() < 0).any()):
         problem = f"numbers the rows in another order than {name} requires"
-        raise BatchError([Violation(key, problem, remedy, code="rows-reordered")])
+        raise BatchError.of(key, problem, remedy, code="rows-reordered")
 
 
 def num_sequences(sequence_ids: torch.Tensor) -> int:
@@ -301,7 +301,7 @@ def micro_batches(
     num_rows = batch["tokens"].shape[0]
     if num_rows % size:
         problem = f"rows must be a multiple of micro_batch_size {size}, got {num_rows}"
-        raise BatchError([Violation("tokens", problem, "Pad the batch", code="not-divisible")])
+        raise BatchError.of("tokens", problem, "Pad the batch", code="not-divisible")
     parts = [
         {name: tensor[start : start + size] for name, tensor in batch.items()}
         for start in range(0, num_rows, size)

@@ -43,7 +43,7 @@ def require_alike(num_dims: int | None, remedies: Mapping[str, str], **tensors: 
     first = tensors[reference]
     if not isinstance(first, torch.Tensor) or num_dims not in (None, first.dim()):
         remedy = "Pass a tensor [B, S]" if num_dims == 2 else "Pass a tensor"
-        raise BatchError([Violation(reference, described(first), remedy, code="wrong-shape")])
+        raise BatchError.of(reference, described(first), remedy, code="wrong-shape")
     shape = str(list(first.shape))
     violations = []
     for name in others:
@@ -74,7 +74,7 @@ def mask_of(batch: object) -> torch.Tensor:
             return mask
         problem = f"is a dict of {shortened(list(batch))}"
     remedy = "Pass the batch with its mask: its other keys separate the sequences of packed rows"
-    raise BatchError([Violation("batch", problem, remedy, code="no-mask")])
+    raise BatchError.of("batch", problem, remedy, code="no-mask")
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def _routed_experts_of(samples: Sequence[Sample], seq_length: int) -> torch.Tens
     if len(shapes) > 1:
         problem = f"have experts {' and '.join(map(str, sorted(shapes)))} (layers, k) of a token"
         remedy = "Pass completions of one model"
-        raise BatchError([Violation("completions", problem, remedy, code="different-models")])
+        raise BatchError.of("completions", problem, remedy, code="different-models")
     shape = shapes.pop()
     columns = torch.full((len(samples), seq_length, *shape), -1, dtype=torch.int16)
     for number, routed in known.items():
@@ -344,7 +344,7 @@ def mean_weights(
     if total == 0:
         problem = "is 0 everywhere: there is no token to learn from"
         remedy = "Pass completions that have tokens"
-        raise BatchError([Violation("mask", problem, remedy, code="mask-is-zero")])
+        raise BatchError.of("mask", problem, remedy, code="mask-is-zero")
     num_rows = mask.shape[0] if rows is None else rows
     # mean over rows of sum(mask * x * rows / total) = sum(mask * x) / total
     return mask * (num_rows / total)

@@ -106,7 +106,7 @@ class PackedRows:
         if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
             problem = f"{described(values)}, but there are {len(self.places)} sequences"
             remedy = "Pass a tensor with one value for each sequence"
-            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+            raise BatchError.of("values", problem, remedy, code="wrong-shape")
         # sequence ids are indices: 0 is padding, sequences count from 1
         with_padding = torch.cat([values.new_zeros(1), values])
         return with_padding[self.batch["sequence_ids"].to(values.device)]
@@ -116,7 +116,7 @@ class PackedRows:
         if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
             problem = f"{described(values)}, but the rows have {list(tokens.shape)}"
             remedy = "Pass a value for each token of the packed rows"
-            raise BatchError([Violation("values", problem, remedy, code="wrong-shape")])
+            raise BatchError.of("values", problem, remedy, code="wrong-shape")
 
 
 def pack(
@@ -194,7 +194,7 @@ def pack_rows(
     if max(lengths) > size:
         problem = f"has a sequence of {max(lengths)} tokens, but rows have {size}"
         remedy = "Raise seq_length"
-        raise BatchError([Violation("tokens", problem, remedy, code="sequence-too-long")])
+        raise BatchError.of("tokens", problem, remedy, code="sequence-too-long")
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
     places = _placed(lengths, size) or []

@@ -34,7 +34,7 @@ from hybrid_engine.backends.megatron.forward_probe import (
 )
 from hybrid_engine.backends.megatron.internals import softmax_of
 from hybrid_engine.backends.training_side import Modules
-from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.errors import BatchError
 from hybrid_engine.trainer.batches.arrangement import Rows, begins_of
 
 
@@ -63,9 +63,7 @@ class ModelInputs:
         if rows.sequence_ids is not None and self.no_packing:
             problem = f"rows have several sequences, but {self.no_packing}"
             remedy = "Put each sequence into its own row"
-            raise BatchError(
-                [Violation("sequence_ids", problem, remedy, code="packing-unsupported")]
-            )
+            raise BatchError.of("sequence_ids", problem, remedy, code="packing-unsupported")
         num_rows, length = rows.tokens.shape
         return (1, num_rows * length) if self._are_joined(rows) else (num_rows, length)
 

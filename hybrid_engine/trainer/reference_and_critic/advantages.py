@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.errors import BatchError, shortened
 from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
@@ -113,7 +113,7 @@ def whitened(
     inside = values[mask.bool()].double()
     if not inside.numel():
         remedy = "Set it to 1 where a value counts"
-        raise BatchError([Violation("mask", "is 0 everywhere", remedy, code="mask-is-zero")])
+        raise BatchError.of("mask", "is 0 everywhere", remedy, code="mask-is-zero")
     deviation = inside.std(correction=0) + epsilon if scaled else 1.0
     return torch.where(mask.bool(), (values - inside.mean()) / deviation, 0.0)
 
@@ -135,7 +135,7 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip >= 0):
         remedy = "Pass a number >= 0, or None"
-        raise BatchError([Violation("clip", f"is {shortened(clip)}", remedy, code="out-of-range")])
+        raise BatchError.of("clip", f"is {shortened(clip)}", remedy, code="out-of-range")
 
     def loss_function(micro_batch: Batch, values: torch.Tensor) -> Loss:
         returns = micro_batch["returns"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.memory.offload_items import KINDS, LATE_KINDS, Items, Kind, Offloadable
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
@@ -207,9 +207,7 @@ class ValueModel(AuxiliaryModel):
         critic = worker.config.critic_config
         if critic is None:
             remedy = "Add it, even if it is {}"
-            raise ConfigError(
-                [Violation("critic_config", "is missing", remedy, code="missing-section")]
-            )
+            raise ConfigError.of("critic_config", "is missing", remedy, code="missing-section")
         loads = load_weights and not worker.config.random_weights
         with worker.sharding.entered(State.IDLE):
             with worker.job.agreement.building():
@@ -316,8 +314,8 @@ class ValueModel(AuxiliaryModel):
         if critic is not None and critic.model is not None:
             problem = "the critic has another model than the actor, so weights cannot be copied"
             remedy = "Leave it out, or call load_hf_checkpoint"
-            raise ConfigError(
-                [Violation("critic_config.model", problem, remedy, code="not-the-actors-model")]
+            raise ConfigError.of(
+                "critic_config.model", problem, remedy, code="not-the-actors-model"
             )
         self._worker.train.guard(["param"])
         with (
