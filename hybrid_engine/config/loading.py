@@ -275,8 +275,7 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
     """
     if not isinstance(rollout_config, Mapping):
         problem = f"expected keys and values, found {shortened(rollout_config)}"
-        remedy = "Pass a dictionary"
-        raise ConfigError.of("rollout_config", problem, remedy, code="not-a-mapping")
+        raise ConfigError.of("rollout_config", problem, "Pass a dictionary", code="not-a-mapping")
     violations = []
     for short, long in SHORT_KEYS.items():
         if short in rollout_config and long in rollout_config:

@@ -238,8 +238,7 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
         raise ConfigError.of("actor_config", problem, remedy, code="has-no-effect")
     if unknown:
         problem = f"{path}: unknown keys {', '.join(unknown[:10])}"
-        remedy = f"Known keys: {', '.join(_KEYS)}"
-        raise ConfigError.of(key, problem, remedy, code="unknown-key")
+        raise ConfigError.of(key, problem, f"Known keys: {', '.join(_KEYS)}", code="unknown-key")
     return content
 
 
@@ -250,8 +249,7 @@ def _read_sampling(values: Any) -> Sampling:
     known = [field.name for field in fields(Sampling)]
     if not isinstance(values, Mapping):
         problem = f"expected a mapping, got {shortened(values)}"
-        remedy = f"Keys: {', '.join(known)}"
-        raise ConfigError.of("sampling", problem, remedy, code="not-a-mapping")
+        raise ConfigError.of("sampling", problem, f"Keys: {', '.join(known)}", code="not-a-mapping")
     unknown = [clipped(str(name)) for name in values if name not in known]
     if unknown:
         problem = f"unknown keys {', '.join(unknown[:10])}"
@@ -390,8 +388,7 @@ def _import_callback(reference: str | None) -> Callback | None:
         raise ConfigError.of(key, problem, remedy, code="import-failed") from error
     if not callable(callback):
         problem = f"{reference} is a {type(callback).__name__}"
-        remedy = "Name a function of one argument"
-        raise ConfigError.of(key, problem, remedy, code="not-callable")
+        raise ConfigError.of(key, problem, "Name a function of one argument", code="not-callable")
     return callback
 
 

@@ -377,8 +377,7 @@ def _unknown_arguments(chat: Mapping[str, Any]) -> Violations:
     for name in [name for name in chat if name not in _CHAT_ARGUMENTS]:
         suggestion = nearest(name, _KNOWN_ARGUMENTS)
         remedy = f"Did you mean {suggestion}?" if suggestion else "Leave it out"
-        problem = "this call has no such argument"
-        yield Violation(name, problem, remedy, code="unknown-argument")
+        yield Violation(name, "this call has no such argument", remedy, code="unknown-argument")
 
 
 def _callback_violations(arguments: RunArguments) -> Violations:

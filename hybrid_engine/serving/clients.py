@@ -125,8 +125,7 @@ def require_servers(servers: Sequence[object], address: str | None, hosts: Seque
     if len({str(server).rstrip("/") for server in servers}) < len(servers):
         # A server that is invited twice would wait for itself to join.
         problem = f"duplicate server: {shortened(servers)}"
-        remedy = "Name each server once"
-        raise ConfigError.of("servers", problem, remedy, code="duplicate-server")
+        raise ConfigError.of("servers", problem, "Name each server once", code="duplicate-server")
     if address is None and len(set(hosts)) > 1:
         problem = (
             "trainers are on several hosts, but there is no address at which servers can reach them"

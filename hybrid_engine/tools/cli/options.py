@@ -120,8 +120,7 @@ def check_config(
 
 def _rank_violations(ranks: int) -> Violations:
     if not 1 <= ranks <= MAX_RANKS:
-        remedy = f"Use 1 to {MAX_RANKS}"
-        yield Violation("--ranks", f"{ranks} ranks", remedy, code="out-of-range")
+        yield Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MAX_RANKS}", code="out-of-range")
 
 
 def _parse_integer(text: str) -> int:

@@ -193,8 +193,7 @@ def pack_rows(
     size = width if seq_length is None else seq_length
     if max(lengths) > size:
         problem = f"has a sequence of {max(lengths)} tokens, but rows have {size}"
-        remedy = "Raise seq_length"
-        raise BatchError.of("tokens", problem, remedy, code="sequence-too-long")
+        raise BatchError.of("tokens", problem, "Raise seq_length", code="sequence-too-long")
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
     places = _placed(lengths, size) or []
