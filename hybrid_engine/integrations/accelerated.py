@@ -91,7 +91,7 @@ def request_outputs(
         if any("multi_modal_data" in prompt for prompt in prompts):
             problem = "has images"
             remedy = "Use texts: only models of text are resharded"
-            raise ConfigError([Violation("dataset", problem, remedy, code="not-supported")])
+            raise ConfigError.of("dataset", problem, remedy, code="not-supported")
     token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
     # A list, because ranks may have different parameters, or no prompts.
     groups = engine.generate_sequences(token_ids, list(samplings), data="local")

@@ -65,7 +65,7 @@ def install(**rollout_config: Any) -> Callable[[], None]:
             "Use swift rlhf with FSDP2 or DDP; for a Megatron model in your own loop use "
             "hybrid_engine.attach"
         )
-        raise ConfigError([Violation("--external_plugins", problem, remedy, code="not-supported")])
+        raise ConfigError.of("--external_plugins", problem, remedy, code="not-supported")
     mixin = import_module("swift.rlhf_trainers.rollout_mixin").RolloutTrainerMixin
     original = mixin._prepare_vllm
     if original.__module__ == __name__:

@@ -220,9 +220,7 @@ class WeightTransfer:
             problem = f"its server has load format {load_format}"
             backend = f'{{"backend": "{NAME}"}}'
             remedy = f"Start it with --load-format {NAME} --weight-transfer-config '{backend}'"
-            raise ConfigError(
-                [Violation("vllm_server_base_url", problem, remedy, code="wrong-load-format")]
-            )
+            raise ConfigError.of("vllm_server_base_url", problem, remedy, code="wrong-load-format")
 
     def pause(self) -> None:
         """Do nothing: a publish pauses the server."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, DeviceMemoryError, Violation
+from hybrid_engine.errors import ConfigError, DeviceMemoryError
 from hybrid_engine.ranks.signals_and_forks import signals_held
 from hybrid_engine.ranks.torch_internals import can_suspend, nccl_of
 
@@ -35,7 +35,7 @@ def require_suspension(key: str) -> None:
     needed = ".".join(map(str, _NEEDED_NCCL))
     problem = f"suspending communicators needs NCCL {needed} and torch 2.13, this is {installed}"
     remedy = "Leave it out, or install them"
-    raise ConfigError([Violation(key, problem, remedy, code="needs-package")])
+    raise ConfigError.of(key, problem, remedy, code="needs-package")
 
 
 class IdleCommunicators:

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, LostRankError, Violation
+from hybrid_engine.errors import ConfigError, LostRankError
 from hybrid_engine.ranks.agreement import BUILD_TIMEOUT, Agreement
 from hybrid_engine.ranks.groups import (
     RankGroup,
@@ -60,7 +60,7 @@ def join_process_group(timeout_seconds: float) -> bool:
     if missing:
         problem = f"{', '.join(missing)} not set"
         remedy = "Start the script with hybrid-engine run"
-        raise ConfigError([Violation("environment", problem, remedy, code="missing-variables")])
+        raise ConfigError.of("environment", problem, remedy, code="missing-variables")
     seconds = max(timeout_seconds, BUILD_TIMEOUT)
     try:
         rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=seconds))
@@ -291,14 +291,13 @@ class Job:
         with ExitStack() as undo:
             with self.agreement.phase("connecting GPUs"):
                 if not self.world.is_default:
-                    violation = Violation(
+                    raise ConfigError.of(
                         "generate_config.transport",
                         "GPUs exchange messages only between the ranks of torch's default process "
                         "group, which these are not",
                         "Run the ranks on one host",
                         code="not-default-group",
                     )
-                    raise ConfigError([violation])
                 timeout = timedelta(seconds=2 * self.timeout_seconds)
                 # All ranks create the groups of all parts. With use_local_synchronization torch
                 # would name a group by the number of groups of the rank, which differs between
@@ -351,13 +350,12 @@ class Job:
     def require_timeout(self, seconds: float) -> None:
         """Raise ConfigError unless vLLM's and Megatron's timeout, `seconds`, is that of the job."""
         if seconds != self.timeout_seconds:
-            violation = Violation(
+            raise ConfigError.of(
                 "generate_config.timeout_seconds",
                 f"{seconds:g}, but the job was joined with {self.timeout_seconds:g}",
                 "Pass Job.join this value",
                 code="different-timeouts",
             )
-            raise ConfigError([violation])
 
     def close(self) -> None:
         """Undo `join` in reverse order; idempotent. Users of the job must be closed before.

@@ -19,7 +19,7 @@ from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
 from hybrid_engine.backends.vllm.requests import Request
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ArgumentError, StateError, Violation
+from hybrid_engine.errors import ArgumentError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.messages import decode
@@ -97,13 +97,12 @@ class ServedInference(CompletingEngine):
         """Return `sampling`. Raises ArgumentError for vLLM's own parameters."""
         if sampling is None or isinstance(sampling, Sampling):
             return sampling or Sampling()
-        violation = Violation(
+        raise ArgumentError.of(
             "sampling",
             "vLLM's own parameters cannot be sent over HTTP",
             "Pass hybrid_engine.Sampling, or send other requests to the server yourself",
             code="not-over-http",
         )
-        raise ArgumentError([violation])
 
     def drawing_of(self, prompts: TokenIds, requests: Sequence[Request], data: Data) -> Drawing:
         """Return a drawing whose requests are made in the background."""
