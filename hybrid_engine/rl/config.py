@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
@@ -81,7 +80,7 @@ class LoopConfig(Section):
     """Settings that both algorithms share. Immutable; raises ConfigError with all violations."""
 
     page = "docs/rl.md"
-    _section: str = ""
+    _name: str
 
     steps: Count = 100
     """Number of steps. Each draws completions, scores them and learns from them."""
@@ -188,29 +187,14 @@ class LoopConfig(Section):
     seed: Seed = 0
     """Seed of prompts, completions and minibatches. Step n depends only on the seed and n."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, section: str = "", /, **values: Any) -> None:
+        """`section`: section of a file that has the values; messages name it, or else the class."""
+        name = section or type(self).__name__
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise ConfigError(violations_of(error, type(self), f"{type(self).__name__}.")) from None
-
-    @classmethod
-    def of_section(cls, section: str, values: Mapping[str, Any]) -> Self:
-        """Return the settings in a section of a file, which is their name in messages.
-
-        Raises ConfigError with all violations.
-        """
-        try:
-            config = cls(**values)
-        except ConfigError as error:
-            raise ConfigError(
-                [
-                    replace(violation, key=violation.key.replace(cls.__name__, section, 1))
-                    for violation in error.findings
-                ]
-            ) from None
-        config._section = section
-        return config
+            raise ConfigError(violations_of(error, type(self), f"{name}.")) from None
+        self._name = name
 
     def with_steps(self, num_prompts: int | None) -> Self:
         """Return these settings with `steps` in place of `passes`.
@@ -254,7 +238,7 @@ class LoopConfig(Section):
     @property
     def name(self) -> str:
         """Name in messages: the section of a file, or the class."""
-        return self._section or type(self).__name__
+        return self._name
 
     def key(self, name: str) -> str:
         """Return the dotted key of a setting, for messages."""

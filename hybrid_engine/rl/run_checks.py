@@ -21,7 +21,6 @@ from hybrid_engine.errors import (
     ConfigError,
     Violation,
     Violations,
-    collect,
     nearest,
     require_none,
     shortened,
@@ -196,7 +195,7 @@ def require_runnable(
     violations: list[Violation] = []
     with job.agreement.phase("checking the run"):
         if job.rank == 0:
-            violations = run_violations(engines, arguments, job.world_size, out)
+            violations += run_violations(engines, arguments, job.world_size, out)
             generate = engines.generate_config
             violations += silent_servers(
                 generate.servers,
@@ -208,8 +207,8 @@ def require_runnable(
 
 def run_violations(
     engines: HybridConfig, arguments: RunArguments, num_ranks: int, out: Path | None
-) -> list[Violation]:
-    """Return everything that would end a run later, which starts nothing.
+) -> Violations:
+    """Yield everything that would end a run later, which starts nothing.
 
     Args:
         engines: settings of the engines, which are not built yet.
@@ -218,12 +217,11 @@ def run_violations(
         out: directory of the run, if there is one.
     """
     limits = RunLimits.of_config(engines, num_ranks)
-    return [
-        *train_violations(arguments),
-        *limit_violations(arguments, limits, _MOST_PROMPTS),
-        *_schedule_violations(engines, arguments.config),
-        *(() if out is None else _disk_violations(engines, out)),
-    ]
+    yield from train_violations(arguments)
+    yield from limit_violations(arguments, limits, _MOST_PROMPTS)
+    yield from _schedule_violations(engines, arguments.config)
+    if out is not None:
+        yield from _disk_violations(engines, out)
 
 
 def engines_of(
@@ -236,15 +234,13 @@ def engines_of(
         raise ConfigError([*error.findings, *train_violations(arguments)]) from None
 
 
-def train_violations(arguments: RunArguments) -> list[Violation]:
-    """Return what is wrong with the arguments of `train`, whatever its engines are."""
+def train_violations(arguments: RunArguments) -> Violations:
+    """Yield what is wrong with the arguments of `train`, whatever its engines are."""
     config = arguments.config
-    violations = argument_violations(arguments)
+    yield from argument_violations(arguments)
     if "evaluate" not in arguments.callbacks and config.evaluate_first:
         problem = "is set, but there is no `evaluate`"
-        violations.append(
-            Violation(config.key("evaluate_first"), problem, "Pass one", code="needs-evaluate")
-        )
+        yield Violation(config.key("evaluate_first"), problem, "Pass one", code="needs-evaluate")
     # Figures of `evaluate` are not in every row; these columns are.
     is_uneven = config.save_every % config.evaluate_every != 0 and config.keep_best != "reward"
     if config.keep_best is not None and "evaluate" in arguments.callbacks and is_uneven:
@@ -252,45 +248,36 @@ def train_violations(arguments: RunArguments) -> list[Violation]:
             f"is {config.save_every}, no multiple of evaluate_every, {config.evaluate_every}, so "
             "there are checkpoints without a figure for keep_best"
         )
-        violations.append(
-            Violation(config.key("save_every"), problem, "Change one of them", code="not-divisible")
+        yield Violation(
+            config.key("save_every"), problem, "Change one of them", code="not-divisible"
         )
     if config.best == "lowest" and config.keep_best is None:
         problem = "is set, but keep_best is not"
-        violations.append(
-            Violation(config.key("best"), problem, "Set keep_best", code="needs-keep-best")
-        )
-    return violations
+        yield Violation(config.key("best"), problem, "Set keep_best", code="needs-keep-best")
 
 
-def argument_violations(arguments: RunArguments) -> list[Violation]:
-    """Return what is wrong with the arguments of a run, whatever its engines are."""
-    return [
-        *_unknown_arguments(arguments.chat),
-        *reward_violations(arguments.reward, arguments.config),
-        *_callback_violations(arguments),
-        *_setting_violations(arguments),
-    ]
+def argument_violations(arguments: RunArguments) -> Violations:
+    """Yield what is wrong with the arguments of a run, whatever its engines are."""
+    yield from _unknown_arguments(arguments.chat)
+    yield from reward_violations(arguments.reward, arguments.config)
+    yield from _callback_violations(arguments)
+    yield from _setting_violations(arguments)
 
 
 def limit_violations(
     arguments: RunArguments, limits: RunLimits, most_prompts: int | None = None
-) -> list[Violation]:
-    """Return what is wrong with the arguments of a run for these engines.
+) -> Violations:
+    """Yield what is wrong with the arguments of a run for these engines.
 
     `most_prompts`: number of first prompts that are checked; None: all.
     """
     config = arguments.config
-    violations = []
     if isinstance(config, PpoConfig) and limits.engines.critic_config is None:
-        problem = "PPO needs a critic"
         remedy = "Set critic_config, for example {}, or use GrpoConfig"
-        violations.append(Violation("critic_config", problem, remedy, code="needs-critic"))
-    violations += [
-        *_size_violations(config, limits),
-        *packing_violations(config, limits.no_packing),
-        *staleness_violations(config, limits.engines.generate_config, config.name),
-    ]
+        yield Violation("critic_config", "PPO needs a critic", remedy, code="needs-critic")
+    yield from _size_violations(config, limits)
+    yield from packing_violations(config, limits.no_packing)
+    yield from staleness_violations(config, limits.engines.generate_config, config.name)
     if config.stop:
         # Without a tokenizer vLLM finds no strings.
         try:
@@ -298,18 +285,17 @@ def limit_violations(
         except ConfigError as error:
             problem = f"strings need a tokenizer: {error.findings[0].problem}"
             remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
-            key = config.key("stop")
-            violations.append(Violation(key, problem, remedy, code="needs-tokenizer"))
+            yield Violation(config.key("stop"), problem, remedy, code="needs-tokenizer")
     prompts = arguments.prompts
     if not are_listed(prompts):
-        return violations
+        return
     prompts = prompts[:most_prompts]
     if not prompts:
-        violations.append(
-            Violation("prompts", "the list is empty", "Pass a list of prompts", code="no-prompts")
-        )
-    collect(violations, require_room, prompts, arguments, limits)
-    return violations
+        yield Violation("prompts", "the list is empty", "Pass some", code="no-prompts")
+    try:
+        require_room(prompts, arguments, limits)
+    except ConfigError as error:
+        yield from error.findings
 
 
 def staleness_violations(config: Any, generate: GenerateConfig, name: str) -> Violations:

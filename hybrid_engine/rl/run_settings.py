@@ -204,7 +204,7 @@ def _algorithm_of(section: Mapping[str, Any]) -> GrpoConfig | PpoConfig:
     if not isinstance(values, Mapping):
         problem = f"expected keys and values, found {shortened(values)}"
         raise ConfigError.of(key, problem, "Write keys", code="not-a-mapping")
-    return _ALGORITHMS[named[0]].of_section(key, values)
+    return _ALGORITHMS[named[0]](key, **values)
 
 
 def _run_of(section: Mapping[str, Any]) -> RunConfig:
