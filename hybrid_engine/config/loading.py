@@ -36,6 +36,7 @@ from hybrid_engine.errors import (
     ConfigError,
     FileError,
     Violation,
+    Violations,
     clipped,
     nearest,
     require_none,
@@ -194,23 +195,20 @@ def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
     return 1
 
 
-def _missing_weights(model: Path, key: str) -> list[Violation]:
-    """Return why the weights in a directory cannot be loaded, judged by the names of its files."""
+def _missing_weights(model: Path, key: str) -> Violations:
+    """Yield why the weights in a directory cannot be loaded, judged by the names of its files."""
     if HubSnapshot.at(model) is not None:
-        return []  # weights of models on the Hub are downloaded later
+        return  # weights of models on the Hub are downloaded later
     if not os.path.isdir(model):
-        return []  # reading config.json reports it
+        return  # reading config.json reports it
     try:
         weight_files(model, key)
     except ConfigError as error:
         alternative = "or set random_weights: true to begin without"
-        return [
-            replace(violation, remedy=f"{violation.remedy}, {alternative}")
-            for violation in error.findings
-        ]
+        for violation in error.findings:
+            yield replace(violation, remedy=f"{violation.remedy}, {alternative}")
     except FileError as error:
-        return [Violation(key, str(error), "Or name another directory", code="unreadable-weights")]
-    return []
+        yield Violation(key, str(error), "Or name another directory", code="unreadable-weights")
 
 
 def find_violations(
@@ -304,8 +302,8 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
     return values
 
 
-def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> list[Violation]:
-    """Return violations of values for `generate_config`, under the keys of `rollout_config`."""
+def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> Violations:
+    """Yield violations of values for `generate_config`, under the keys of `rollout_config`."""
     section = {key: value for key, value in values.items() if key != "model"}
     try:
         GenerateConfig.model_validate(section)
@@ -315,11 +313,8 @@ def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) 
             for short, long in SHORT_KEYS.items()
             if short in rollout_config
         }
-        return [
-            replace(violation, key=keys.get(violation.key, violation.key))
-            for violation in violations_of(error, GenerateConfig, "rollout_config.")
-        ]
-    return []
+        for violation in violations_of(error, GenerateConfig, "rollout_config."):
+            yield replace(violation, key=keys.get(violation.key, violation.key))
 
 
 # -- unknown keys and wrong values -----------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ def merge_configs(
     return {**trainer_config, **rollout_config, "vllm": FromProgram(arguments)}
 
 
-def require_supported(accelerator: Any, violations: Sequence[Violation]) -> None:
+def require_supported(accelerator: Any, violations: Iterable[Violation]) -> None:
     """Raise ConfigError with `violations`, and if accelerate shards the model in another way."""
     violations = list(violations)
     # accelerate's DistributedType, e.g. "DistributedType.FSDP".

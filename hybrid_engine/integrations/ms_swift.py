@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import require_tested
 from hybrid_engine.integrations.accelerated import (
@@ -211,22 +211,20 @@ class _RequestQueue:
         """Do nothing: there are no images."""
 
 
-def _violations(trainer: Any) -> list[Violation]:
-    """Return the settings of a trainer that an engine cannot honour."""
+def _violations(trainer: Any) -> Violations:
+    """Yield the settings of a trainer that an engine cannot honour."""
     args = trainer.args
-    violations = []
     if args.vllm_mode != "colocate":
         problem = f"{args.vllm_mode}: swift rollout transfers weights in its own way"
         remedy = "Set it to colocate"
-        violations.append(Violation("vllm_mode", problem, remedy, code="unsupported-value"))
+        yield Violation("vllm_mode", problem, remedy, code="unsupported-value")
     if args.vllm_enable_lora:
         remedy = "Set it to false: LoRA is merged into the weights of a switch"
-        violations.append(Violation("vllm_enable_lora", "true", remedy, code="unsupported-value"))
+        yield Violation("vllm_enable_lora", "true", remedy, code="unsupported-value")
     if args.vllm_engine_kwargs:
         names = ", ".join(sorted(args.vllm_engine_kwargs))
         remedy = "Pass them to install(vllm={...})"
-        violations.append(Violation("vllm_engine_kwargs", names, remedy, code="not-supported"))
+        yield Violation("vllm_engine_kwargs", names, remedy, code="not-supported")
     if trainer.model.model_meta.is_multimodal:
         remedy = "Use a model of text only"
-        violations.append(Violation("model", "takes images", remedy, code="not-supported"))
-    return violations
+        yield Violation("model", "takes images", remedy, code="not-supported")

@@ -29,7 +29,7 @@ from importlib import import_module
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.integrations import NAME, require_tested
 from hybrid_engine.integrations.accelerated import (
@@ -237,19 +237,15 @@ class WeightTransfer:
         """Do nothing: TRL calls it on one rank only, and all ranks end with the block."""
 
 
-def _violations(generation: Any) -> list[Violation]:
-    """Return the settings of a VLLMGeneration that an engine cannot honour."""
-    violations = []
+def _violations(generation: Any) -> Violations:
+    """Yield the settings of a VLLMGeneration that an engine cannot honour."""
     if generation.mode != "colocate":
         remedy = "Set vllm_mode='colocate'; for a server use AsyncGRPOTrainer with WeightTransfer"
-        violations.append(Violation("vllm_mode", generation.mode, remedy, code="unsupported-value"))
+        yield Violation("vllm_mode", generation.mode, remedy, code="unsupported-value")
     if generation.model_impl not in ("vllm", "auto"):
         remedy = "Set it to 'vllm'"
-        violations.append(
-            Violation("vllm_model_impl", generation.model_impl, remedy, code="unsupported-value")
-        )
+        yield Violation("vllm_model_impl", generation.model_impl, remedy, code="unsupported-value")
     if generation.logprobs:
         problem = f"{generation.logprobs} others at each token"
         remedy = "Set it to 0: only drawn tokens have a log-probability"
-        violations.append(Violation("logprobs", problem, remedy, code="unsupported-value"))
-    return violations
+        yield Violation("logprobs", problem, remedy, code="unsupported-value")

@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -208,15 +208,18 @@ def actor_values(args: Namespace) -> dict[str, Any]:
     return values
 
 
-def _core_violations(args: Namespace, transformer_config: Any) -> list[Violation]:
+def _core_violations(args: Namespace, transformer_config: Any) -> Iterable[Violation]:
     """Return settings of megatron-core's configuration that do not go with a switch."""
-    violations = []
-    for refusal in argument_refusals(args, transformer_config):
-        key = _flag(refusal.field)
-        remedy = f"{refusal.remedy}, or leave out --enable-resharding"
-        violations.append(Violation(key, refusal.problem, remedy, code="refused-megatron-setting"))
     # One flag can set fields of several configurations. Report it once.
-    return list(dict.fromkeys(violations))
+    return dict.fromkeys(
+        Violation(
+            _flag(refusal.field),
+            refusal.problem,
+            f"{refusal.remedy}, or leave out --enable-resharding",
+            code="refused-megatron-setting",
+        )
+        for refusal in argument_refusals(args, transformer_config)
+    )
 
 
 def _flag(name: str) -> str:

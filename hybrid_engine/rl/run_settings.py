@@ -53,7 +53,7 @@ from hybrid_engine.rl.run_files import Row
 
 SECTION = "run"
 """Key of a file that the engines alone do not have."""
-_ALGORITHMS: dict[str, type[GrpoConfig | PpoConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}
+_ALGORITHMS: Mapping[str, Any] = {"grpo": GrpoConfig, "ppo": PpoConfig}
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> name of its reader in datasets."""
 _PARTS = {"subset", "split"}
