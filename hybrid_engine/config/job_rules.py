@@ -1,8 +1,8 @@
 """Rules of a whole job: the critic of the actor, and the memory of all models.
 
-Megatron has one set of process groups and one pipeline schedule, so the critic has the actor's
-parallel sizes. It is represented as an `ActorConfig` made from the actor's, and keeps the same
-rules.
+The actor's trainer trains the critic, too, in the actor's parallel sizes: Megatron has one set of
+process groups and one pipeline schedule. The critic is represented as the actor of another job,
+and keeps the same rules.
 
 FSDP2's memory is computed only for `plan`, in tools/plan/cluster_plan.py, because it needs the
 modules that transformers builds.
@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext, given
-from hybrid_engine.config.training_rules import MEGATRON, TRAINING
+from hybrid_engine.config.training_rules import rules_of_trainer
 from hybrid_engine.errors import (
     Violation,
     Violations,
     require_none,
     shortened,
 )
-from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory import (
     GIB,
@@ -64,12 +63,12 @@ class CriticContext(TrainingContext):
 
     Attributes:
         config: `critic_config`.
-        hf_config: config.json of the critic's model.
+        alone: configuration of a job in which the critic is the actor.
         job: context of the actor, which satisfies all its rules.
     """
 
     config: CriticConfig
-    hf_config: HfConfig
+    alone: HybridConfig
     job: JobContext
 
 
@@ -91,15 +90,6 @@ def _other_number_of_chunks(context: CriticContext) -> Iterator[str]:
         yield f"{num_chunks} chunks on each stage, but the actor has {num_actor_chunks}"
 
 
-WITH_FSDP: list[Constraint[CriticContext]] = [
-    Constraint(
-        "critic_config",
-        "Megatron trains a critic, and therefore also its actor: leave out critic_config, or fsdp.",
-        lambda context: context.job.actor.fsdp is not None,
-        code="needs-megatron",
-    ),
-]
-"""Rules of the critic if FSDP2 trains the actor."""
 CRITIC: list[Constraint[CriticContext]] = [
     Constraint(
         "critic_config.pipeline_model_parallel_layout",
@@ -115,16 +105,14 @@ CRITIC: list[Constraint[CriticContext]] = [
         code="chunks-differ",
     ),
 ]
-"""Rules of the critic if Megatron trains the actor, in addition to those of `actor_config`."""
+"""Rules of the critic, in addition to those of `actor_config`."""
 
 
 def critic_violations(context: CriticContext) -> list[Violation]:
     """Return the violations of a critic in a job whose actor is valid, under the critic's keys."""
-    if context.job.actor.fsdp is not None:
-        return [violation for rule in WITH_FSDP for violation in rule.find(context)]
     violations = [
         replace(violation, key=_critic_key(violation.key))
-        for rule in (*TRAINING, *MEGATRON)
+        for rule in rules_of_trainer(context)
         for violation in rule.find(context)
     ]
     for rule in CRITIC:
@@ -142,10 +130,11 @@ def critic_of(config: HybridConfig, world_size: int) -> CriticContext:
     assert critic is not None, "no critic is configured"
     job = JobContext.of(config, world_size)
     if critic.model is None:
-        policy, hf_config = read_model(config.model)
+        policy, _ = read_model(config.model)
     else:
-        policy, hf_config = read_model(critic.model, "critic_config.model")
-        require_written(policy, "critic_config.model")
+        policy, _ = read_model(critic.model, "critic_config.model")
+        if job.actor.fsdp is None:
+            require_written(policy, "critic_config.model")
     table = value_table(policy)
     changes: dict[str, object] = {
         "optimizer": critic.optimizer,
@@ -174,7 +163,9 @@ def critic_of(config: HybridConfig, world_size: int) -> CriticContext:
     if not table.dims.num_experts:
         changes |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
     actor = job.actor.model_copy(update=changes)
-    return CriticContext(actor, table, world_size, critic, hf_config, job)
+    changes = {"model": critic.model or config.model, "actor_config": actor}
+    alone = config.model_copy(update=changes)
+    return CriticContext(actor, table, world_size, critic, alone, job)
 
 
 def _critic_key(key: str) -> str:
@@ -212,7 +203,10 @@ def memory_plan(
     inference = inference_side(job.table, job.infer_sizes, job.served_dtype)
     source, state = megatron_training(job.actor, job.table, job.world_size)
     budget_gib = config.device_budget_gib
-    critic = critic_memory(config, world_size)
+    critic = None
+    if config.critic_config is not None:
+        model = critic_of(config, world_size)
+        _, critic = megatron_training(model.actor, model.table, world_size)
     return plan_memory(
         state,
         inference.num_elements * DTYPE_NBYTES[job.served_dtype],
@@ -306,15 +300,6 @@ def megatron_training(
         float32_grads=actor.overrides.ddp.get("grad_reduce_in_fp32") is not False,
     )
     return side, state
-
-
-def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | None:
-    """Return the memory of the critic's ranks; None without a critic."""
-    if config.critic_config is None:
-        return None
-    critic = critic_of(config, world_size)
-    _, memory = megatron_training(critic.actor, critic.table, world_size)
-    return memory
 
 
 def what_stays(

@@ -553,7 +553,7 @@ class GenerateConfig(Section):
 
 
 class CriticConfig(Section):
-    """`critic_config`: a value model of the actor, trained by Megatron with the actor's sizes.
+    """`critic_config`: a value model of the actor, trained by the actor's trainer in its sizes.
 
     Keys that are left out have the actor's values, except `optimizer`, `lora` and
     `frozen_parameters`, which are not shared.

@@ -24,14 +24,19 @@ import pydantic
 from hybrid_engine.config.inference_rules import IN_FILES, INFERENCE
 from hybrid_engine.config.job_rules import (
     CRITIC,
-    WITH_FSDP,
     critic_of,
     critic_violations,
     memory_violations,
 )
 from hybrid_engine.config.keys import FsdpConfig, GenerateConfig, HybridConfig, Section
-from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
-from hybrid_engine.config.training_rules import FSDP, MEGATRON, TRAINING, replica_violations
+from hybrid_engine.config.rules import JobContext, TrainingContext
+from hybrid_engine.config.training_rules import (
+    FSDP,
+    MEGATRON,
+    TRAINING,
+    replica_violations,
+    rules_of_trainer,
+)
 from hybrid_engine.errors import (
     ConfigError,
     FileError,
@@ -47,12 +52,7 @@ from hybrid_engine.files.hub import HubSnapshot, find_model
 from hybrid_engine.files.model_files import weight_files
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 
-CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE, *WITH_FSDP, *CRITIC)
-
-
-def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]]:
-    """Return the rules of the configured trainer."""
-    return [*TRAINING, *(MEGATRON if context.actor.fsdp is None else FSDP)]
+CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE, *CRITIC)
 
 
 def broken_rules(
@@ -79,7 +79,7 @@ def broken_rules(
     elif own_weights:
         skipped = ("stored",)
     violations: list[Violation] = []
-    for rule in training_rules(context):
+    for rule in rules_of_trainer(context):
         if rule.computing not in skipped:
             violations += rule.find(context)
     if isinstance(context, JobContext):

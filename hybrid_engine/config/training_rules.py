@@ -495,3 +495,8 @@ FSDP: list[Constraint[TrainingContext]] = [
     ),
 ]
 """Rules for training with FSDP2."""
+
+
+def rules_of_trainer(context: TrainingContext) -> list[Constraint[TrainingContext]]:
+    """Return the rules of the configured trainer."""
+    return [*TRAINING, *(MEGATRON if context.actor.fsdp is None else FSDP)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -292,6 +292,8 @@ def in_layer(*names: str) -> tuple[str, ...]:
 
 VALUE_HEAD = "score.weight"
 """Name of a value model's output layer, as in transformers' classification models."""
+_OUTPUT_LAYERS = ("lm_head.", "embed_out.", "head.")
+"""Beginnings of the names of output layers in checkpoints."""
 
 
 def value_table(table: ModelTable) -> ModelTable:
@@ -306,13 +308,11 @@ def value_table(table: ModelTable) -> ModelTable:
         names = tuple(name for name in rule.names if not name.startswith("output_layer."))
         if names:
             rules.append(replace(rule, names=names))
-    # The patterns that only the output layer packed. A tied embedding stays, because the
-    # embedding's rule packs it too.
-    of_head = _packed(table.rules) - _packed(rules)
+    # A tied embedding has only its own name here, and stays.
     shapes = {
         name: shape
         for name, shape in table.shapes.items()
-        if table.is_served(name) and name not in of_head
+        if table.is_served(name) and not name.startswith(_OUTPUT_LAYERS)
     }
     shapes[VALUE_HEAD] = (1, table.dims.hidden_size)
     # A checkpoint with a head for the vocabulary may contain it even if it is tied.
@@ -329,8 +329,3 @@ def value_table(table: ModelTable) -> ModelTable:
         may_be_new=frozenset({VALUE_HEAD}),
         left_out=frozenset(checkpoint - shapes.keys()),
     )
-
-
-def _packed(rules: Iterable[Rule]) -> set[str]:
-    """Return the patterns of all tensors that some rules pack."""
-    return {tensor for rule in rules for tensor in rule.packing.tensors()}

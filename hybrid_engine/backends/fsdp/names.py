@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -415,7 +415,7 @@ def packed_model_of(directory: Path, table: ModelTable) -> PackedModel:
         ConfigError: transformers builds no model from the config, or one that does not match the
             table.
     """
-    model = model_of_config(directory)
+    model = model_of_config(directory, table.head)
     try:
         return packed_model(model, model.state_dict(keep_vars=True), table)
     except (ParameterMismatchError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -425,12 +425,17 @@ def packed_model_of(directory: Path, table: ModelTable) -> PackedModel:
         raise ConfigError([violation]) from error
 
 
-def model_of_config(directory: Path, dtype: torch.dtype | None = None) -> Any:
+def model_of_config(
+    directory: Path,
+    head: Literal["vocabulary", "value"] = "vocabulary",
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Build the model that a config.json describes, on the meta device.
 
     Args:
         directory: directory with the config.json. Nothing is downloaded, and no code from the
             directory is run.
+        head: output of the model; see `ModelTable`.
         dtype: dtype of the parameters; None: that of the config.
 
     Raises:
@@ -441,7 +446,10 @@ def model_of_config(directory: Path, dtype: torch.dtype | None = None) -> Any:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return meta_model(config, architecture_of(config.architectures), **options)
+        model = meta_model(config, architecture_of(config.architectures), **options)
+        if head == "value":
+            _replace_head(model)
+        return model
     except Exception as error:
         # Of any type: KeyError for an unknown name, AssertionError for an invalid size.
         cause = f"{type(error).__name__}: {error}"
@@ -449,3 +457,23 @@ def model_of_config(directory: Path, dtype: torch.dtype | None = None) -> Any:
         remedy = "Compare it with the published one"
         violation = Violation("model", problem, remedy, code="builds-no-model")
         raise ConfigError([violation]) from error
+
+
+def _replace_head(model: Any) -> None:
+    """Let a causal LM return one value [b, L] per token, of its last hidden states.
+
+    Scales and soft caps, which models apply to logits, are left out.
+    """
+    head = model.get_output_embeddings()
+    path = next(name for name, module in model.named_modules() if module is head)
+    parent, _, name = path.rpartition(".")
+    delattr(model.get_submodule(parent), name)
+    weight = head.weight
+    model.score = torch.nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
+
+    def forward(tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        hidden = model.base_model(tokens, **arguments).last_hidden_state
+        values: torch.Tensor = model.score(hidden).squeeze(-1)
+        return values
+
+    model.forward = forward

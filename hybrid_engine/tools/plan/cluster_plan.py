@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_engine.config import ActorConfig, HybridConfig
-from hybrid_engine.config.job_rules import critic_memory, critic_of, megatron_training, what_stays
+from hybrid_engine.config.job_rules import critic_of, megatron_training, what_stays
 from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.inference import inference_side
@@ -477,19 +477,20 @@ def plan_job(
     weights = destination.num_elements * DTYPE_NBYTES[dtype]
     progress("making buckets")
     bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
-    critic = critic_memory(config, world_size)
+    critic = None
+    activations = _activations(config.actor_config, table, train)
+    steps = {"train": activations + gathered}
+    if config.critic_config is not None:
+        model = critic_of(config, world_size)
+        _, critic, gathered_by_critic = _training(model.alone, world_size, model.table)
+        sizes = model.alone.train_sizes(world_size)
+        steps["critic train"] = _activations(model.actor, model.table, sizes) + gathered_by_critic
     keeps_inference = not generate.release_weights
     stays = what_stays(config, state, critic, cluster.device_gib * GIB)
     # Gradients are among them only where they are copied.
     on_host = sum(copied_kinds(state, stays.kinds).values(), np.zeros_like(state.copied))
     if critic is not None and not stays.critic:
         on_host = on_host + critic.copied
-    activations = _activations(config.actor_config, table, train)
-    steps = {"train": activations + gathered}
-    if config.critic_config is not None:
-        model = critic_of(config, world_size)
-        sizes = model.actor.sizes(world_size)
-        steps["critic train"] = _activations(model.actor, model.table, sizes)
     phases = dict(plan_memory(state, weights, bucket, critic, stays=stays).phases)
     del phases["reference"]  # no configuration says whether there is one
     for name, nbytes in steps.items():

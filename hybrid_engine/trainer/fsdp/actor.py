@@ -1,6 +1,6 @@
-"""The actor of `ActorHybridWorker` if FSDP2 trains.
+"""The actor of `ActorHybridWorker` if FSDP2 trains, and its critic.
 
-Its model is built from a config.json, layer by layer, so that a rank never holds more than one
+Their models are built from a config.json, layer by layer, so that a rank never holds more than one
 unsharded layer:
 
     meta device:  AutoModelForCausalLM.from_config       shapes only
@@ -14,7 +14,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,17 @@ from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
 from hybrid_engine.backends.fsdp.names import model_of_config, transformers_model
+from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
+from hybrid_engine.config.job_rules import critic_of
 from hybrid_engine.errors import (
     Violation,
     require_none,
 )
 from hybrid_engine.models.lora_tensors import ActorLora
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.table import VALUE_HEAD, ModelTable, value_table
+from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine, copy_weights
@@ -42,11 +45,12 @@ from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
 
 @dataclass(frozen=True)
 class FsdpActor:
-    """Parts of an actor that FSDP2 trains, built from a configuration.
+    """Parts of an actor or a critic that FSDP2 trains, built from a configuration.
 
     Attributes:
         engine: steps and scores; `engine.model` has the weights and the state.
         checkpoints: of the training state.
+        table: the model's name table.
         frozen_copy: copies the current weights, adapters merged, into a model for scoring. Without
             a copy it returns an engine of the same model without its adapters, if they add nothing
             yet. Collective.
@@ -55,8 +59,20 @@ class FsdpActor:
 
     engine: FsdpTrainEngine
     checkpoints: TrainingCheckpoints
+    table: ModelTable
     frozen_copy: Callable[[], FsdpTrainEngine]
     lora: ActorLora | None
+
+    def copy_decoder_from(self, actor: Trainer) -> None:
+        """Copy an actor's current weights with LoRA merged, except the head. Collective."""
+        assert isinstance(actor, ShardedModel), "both have one trainer"
+        copy_weights(actor, self.engine.model, but_for=VALUE_HEAD)
+
+
+def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> FsdpActor:
+    """Build the critic of the configuration; see `build_actor`. Collective."""
+    alone = critic_of(config, job.world_size).alone
+    return build_actor(alone, value_table(alone.table()), job, owner)
 
 
 def build_actor(
@@ -72,7 +88,7 @@ def build_actor(
 
     Args:
         config: with `actor_config.fsdp`.
-        table: the model's name table.
+        table: the model's name table; of a critic, its `value_table`.
         job: of all ranks.
         owner: ends the process groups.
         weights_only: ignored; for Megatron. A transformers model can always compute.
@@ -87,7 +103,7 @@ def build_actor(
     is_of_caller = module is not None
     if module is None:
         owner.callback(end_groups, *groups)
-        module = build_sharded_model(config, mesh, job.device)
+        module = build_sharded_model(config, mesh, job.device, table.head)
     else:
         shard_model(module, _fsdp_config(config), mesh)
         module.eval()  # without dropout, as vLLM
@@ -122,7 +138,7 @@ def build_actor(
         return copy
 
     checkpoints = TrainingCheckpoints(FsdpState(engine, job), job, owner)
-    return FsdpActor(engine, checkpoints, frozen_copy, engine.model.weights.lora)
+    return FsdpActor(engine, checkpoints, table, frozen_copy, engine.model.weights.lora)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:
@@ -131,9 +147,14 @@ def _fsdp_config(config: HybridConfig) -> FsdpConfig:
 
 
 def build_sharded_model(
-    config: HybridConfig, mesh: DeviceMesh, device: torch.device
+    config: HybridConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    head: Literal["vocabulary", "value"] = "vocabulary",
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
+
+    The head of a value model has zeros.
 
     Collective. The model computes without dropout, in training too, as `build_model` of Megatron's
     side: vLLM has none.
@@ -142,12 +163,13 @@ def build_sharded_model(
         config: with `actor_config.fsdp`; its seed leaves the state of torch's generators as it is.
         mesh: see `mesh_of`.
         device: of this rank.
+        head: output of the model; see `ModelTable`.
 
     Raises ConfigError if transformers cannot build a model from the config, for a pattern without
     a parameter, and if nothing is left to train.
     """
     actor = config.actor_config
-    model = model_of_config(config.model, dtype=getattr(torch, actor.params_dtype))
+    model = model_of_config(config.model, head, getattr(torch, actor.params_dtype))
     _freeze(model, actor.frozen_parameters)
     set_epsilon_of_norms(model)
     # eager attention honours all settings of a model
@@ -163,6 +185,8 @@ def build_sharded_model(
             mesh,
             lambda part: allocate_modules(part.modules(), owners, device),
         )
+    if head == "value":
+        torch.nn.init.zeros_(model.score.weight)
     return model.eval()
 
 

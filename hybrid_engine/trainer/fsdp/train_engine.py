@@ -44,6 +44,8 @@ _NO_IMAGES = "the model has no token for images in its config.json"
 class FsdpTrainEngine:
     """Training loop of this rank's share of a model. Every rank is a data parallel rank.
 
+    A value model has values, 0 for padding, in the place of log-probabilities, and needs no labels.
+
     Gradients of a micro batch are reduced at once, so that no rank holds unsharded ones; replicas
     (HSDP) add up theirs after the last micro batch.
 
@@ -165,6 +167,10 @@ class FsdpTrainEngine:
         """Return the log-probability [B, S] fp32 of every label. Collective."""
         return self.scores(batch)["log_probs"]
 
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the value [B, S] fp32 at every token, of a value model. Collective."""
+        return self.log_probs(batch)
+
     @torch.no_grad()
     def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> Scores:
         """Return `log_probs` [B, S] fp32 of every label, and `outputs`. Collective."""
@@ -208,7 +214,12 @@ class FsdpTrainEngine:
             return self.model.model(rows.tokens, use_cache=False, **inputs)
 
     def _score(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, Scores]:
-        """Return log-probabilities [b, S] of the labels, and `outputs` by name."""
+        """Return log-probabilities [b, S] of the labels, and `outputs` by name.
+
+        Of a value model, the values [b, S] of the tokens.
+        """
+        if self.model.table.head == "value":
+            return rows.restore(self._forward(rows).float()), {}
         placeholders = list(self.model.table.placeholders.values())
 
         def score(logits: Any, labels: Any, *temperature: Any) -> Any:
@@ -323,12 +334,16 @@ def forward_in_chunks(
 
 
 @torch.no_grad()
-def copy_weights(source: ShardedModel, target: ShardedModel) -> None:
-    """Copy the weights of a model with the same sharding, adapters merged. Collective."""
+def copy_weights(source: ShardedModel, target: ShardedModel, but_for: str = "") -> None:
+    """Copy the weights of a model with the same sharding, adapters merged. Collective.
+
+    `but_for`: name of a weight to leave unchanged, a critic's head.
+    """
     target.guard(["param"])
     source.guard(["param"])
     merged = source.weights.merged
     merged.prepare()
     weights = merged.computing_tensors()
     for name, tensor in target.weights.computing_tensors().items():
-        tensor.copy_(weights[name])
+        if name != but_for:
+            tensor.copy_(weights[name])

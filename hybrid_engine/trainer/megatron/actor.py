@@ -1,4 +1,4 @@
-"""The actor of `ActorHybridWorker` if Megatron trains; the critic, which Megatron always trains."""
+"""The actor of `ActorHybridWorker` if Megatron trains, and its critic."""
 
 from __future__ import annotations
 
@@ -110,8 +110,7 @@ class CriticParts:
 
     def copy_decoder_from(self, actor: Trainer) -> None:
         """Copy an actor's current weights with LoRA merged, except the head. Collective."""
-        # the configuration allows a critic only if Megatron trains the actor
-        assert isinstance(actor, LiveModel)
+        assert isinstance(actor, LiveModel), "both have one trainer"
         copy_weights(actor, self.engine.model, but_for="output_layer.")
 
 
@@ -121,7 +120,7 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
     `owner` ends its training. Raises ConfigError for features that this megatron-core lacks.
     """
     critic = critic_of(config, job.world_size)
-    actor = build.build_actor(critic.actor, critic.table, critic.hf_config, job.world_size)
+    actor = build.build_actor(critic.actor, critic.table, critic.alone.hf_config(), job.world_size)
     owner.callback(build.end_training, actor)
     engine = ValueEngine(
         actor,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,10 @@ from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.batch_checks import agreed_share
 from hybrid_engine.trainer.batches.token_outputs import Outputs, Scores
 from hybrid_engine.trainer.worker import ActorHybridWorker, ScoresBatches, score
+
+if TYPE_CHECKING:
+    from hybrid_engine.trainer.fsdp.actor import FsdpActor
+    from hybrid_engine.trainer.megatron.actor import CriticParts
 
 ALL: frozenset[Kind] = frozenset(KINDS)
 PARAMETERS: frozenset[Kind] = frozenset({"param"})
@@ -188,7 +193,7 @@ class ReferenceModel(AuxiliaryModel, ScoresBatches):
 
 
 class ValueModel(AuxiliaryModel):
-    """Model with one output for each token, trained by Megatron in the actor's parallel sizes.
+    """Model with one output for each token, trained by the actor's trainer in its parallel sizes.
 
     Its state is on the device only inside its contexts, and there without the actor and vLLM, as
     far as these can be offloaded. Batches are global, as the worker's. Each rank reads its part of
@@ -229,9 +234,15 @@ class ValueModel(AuxiliaryModel):
             fetch_weights(model, job, key)
         with job.agreement.phase("building the critic", SHORT_PATIENCE):
             # lazily, because FSDP2 trains where Megatron is not installed
-            from hybrid_engine.trainer.megatron.actor import build_critic
+            self._parts: CriticParts | FsdpActor
+            if worker.config.actor_config.fsdp is None:
+                from hybrid_engine.trainer.megatron.actor import build_critic
 
-            self._parts = build_critic(worker.config, job, worker.ends)
+                self._parts = build_critic(worker.config, job, worker.ends)
+            else:
+                from hybrid_engine.trainer.fsdp.actor import build_critic as build_with_fsdp
+
+                self._parts = build_with_fsdp(worker.config, job, worker.ends)
         self.engine = self._parts.engine
         if loads:
             load_pretrained(model, self.engine.model.weights.base, self._parts.table, job, key=key)

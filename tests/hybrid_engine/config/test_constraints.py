@@ -11,11 +11,10 @@ from typing import Any, get_args
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
-from hybrid_engine.config import training_rules as training_rules_module
+from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config, training_rules
 from hybrid_engine.config.inference_rules import INFERENCE
-from hybrid_engine.config.job_rules import CRITIC, WITH_FSDP, critic_of
-from hybrid_engine.config.loading import CONSTRAINTS, broken_rules, training_rules
+from hybrid_engine.config.job_rules import CRITIC, critic_of
+from hybrid_engine.config.loading import CONSTRAINTS, broken_rules
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import ShardedParallelism
@@ -304,7 +303,6 @@ GENERATE_BREAKS = (
     ),
 )
 CRITIC_BREAKS = (
-    Break("Megatron trains a critic", actor=FSDP, critic={}),
     Break("A layout of stages needs", actor=PP2, critic={LAYOUT: "Ett|ttL"}),
     Break("The critic has as many model chunks", actor={**PP2, **VPP2}, critic={"model": ".", LAYOUT: "Ett|ttL"}),
 )
@@ -315,11 +313,11 @@ def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     write_config(directory, case.model)
     config = HybridConfig(**values_of(case, directory))
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
-    rules = (*training_rules(context), *INFERENCE)
+    rules = (*training_rules.rules_of_trainer(context), *INFERENCE)
     broken = [(rule, violation.key) for rule in rules for violation in rule.find(context)]
     if case.critic is not None:
         critic = critic_of(config, case.world_size)
-        broken += [(rule, violation.key) for rule in (*WITH_FSDP, *CRITIC) for violation in rule.find(critic)]
+        broken += [(rule, violation.key) for rule in CRITIC for violation in rule.find(critic)]
     return broken
 
 
@@ -334,7 +332,7 @@ def values_of(case: Break, directory: Path) -> Values:
 @pytest.fixture(autouse=True)
 def _megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the version of megatron-core, on which one rule depends."""
-    monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda: "0.16.1")
+    monkeypatch.setattr(training_rules, "_megatron_core_version", lambda: "0.16.1")
 
 
 def cases() -> Iterator[ParameterSet]:
@@ -435,7 +433,7 @@ def test_expert_tensor_parallelism_without_ep_needs_megatron_core_0_19(monkeypat
     context = TrainingContext(ActorConfig(**TP2, **SP, **ETP1), table_for(EXPERTS), 2)
     keys = {}
     for version in ("0.18.2", "0.19.0", ""):  # "": not installed
-        monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda version=version: version)
+        monkeypatch.setattr(training_rules, "_megatron_core_version", lambda version=version: version)
         keys[version] = [violation.key for violation in broken_rules(context)]
         assert keys[version] == [violation.key for violation in broken_rules(context, own_loop=True)]
         assert broken_rules(context, weights_only=True) == []

@@ -67,13 +67,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@on_engines({2: ["grpo", "ppo"]})
+@on_engines({2: ["grpo", "ppo", "ppo with FSDP2"]})
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_path: Path, case: str) -> None:
     """Run at once, then stop after step 1, fail in step 3 and resume."""
-    algorithm = PpoConfig if case == "ppo" else GrpoConfig
-    settings = CONFIG_OF_PPO if case == "ppo" else CONFIG_OF_TURNS
-    actor = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
-    with workers.build_worker(model, actor, **({"critic_config": {}} if case == "ppo" else {})) as worker:
+    algorithm = GrpoConfig if case == "grpo" else PpoConfig
+    settings = CONFIG_OF_TURNS if case == "grpo" else CONFIG_OF_PPO
+    actor: Values = {"tensor_model_parallel_size": 2}
+    if case == "ppo with FSDP2":
+        actor = {"fsdp": {}, "micro_batch_size": 2, "make_vocab_size_divisible_by": 128}
+    critic = {} if case == "grpo" else {"critic_config": {}}
+    with workers.build_worker(model, {"micro_batch_size": 4, **actor}, **critic) as worker:
         worker.save_checkpoint(tmp_path / "start")
         reports: list[ReshardReport] = []
         worker.on_reshard_end(reports.append)

@@ -16,7 +16,7 @@ from hybrid_engine import ActorHybridWorker, Completion
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import ConfigError, StateError
-from hybrid_engine.rl import GrpoConfig, train
+from hybrid_engine.rl import GrpoConfig, PpoConfig, train
 from hybrid_engine.rl.run_files import Row
 from hybrid_engine.trainer.fsdp import actor
 from tests.harness.errors import refused, violated, violations_of
@@ -65,16 +65,21 @@ def run(
     out: Path,
     generate: Values | None = None,
     fsdp: Values | None = None,
+    critic: Values | None = None,
     **functions: Any,
 ) -> list[Row]:
     settings = workers.settings(model, {"fsdp": fsdp or {}}, generate)
-    return train(settings, PROMPTS, reward, GrpoConfig(**SETTINGS), out=out, evaluate=evaluate, **functions)
+    config: Any = GrpoConfig(**SETTINGS)
+    if critic is not None:
+        settings["critic_config"] = critic
+        config = PpoConfig(**SETTINGS)
+    return train(settings, PROMPTS, reward, config, out=out, evaluate=evaluate, **functions)
 
 
 @on_engines(
     {
         1: ["merge checkpointed", "whole"],
-        2: ["merge", "adapter", "bfloat16 merge", "bfloat16 adapter", "whole"],
+        2: ["merge", "adapter", "bfloat16 merge, ppo", "bfloat16 adapter", "whole"],
     }
 )
 def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, case: str) -> None:
@@ -84,8 +89,11 @@ def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, ca
     before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     num_trained = sum(parameter.requires_grad for parameter in trained.parameters())
     generate = {"lora_delivery": "adapter"} if is_apart else {}
-    rows = run(trained, tmp_path / "run", generate, {"activation_checkpointing": "checkpointed" in case})
+    critic = {"params_dtype": "float32"} if "ppo" in case else None
+    fsdp = {"activation_checkpointing": "checkpointed" in case}
+    rows = run(trained, tmp_path / "run", generate, fsdp, critic)
     for row in rows:
+        assert ("explained_variance" in row) == ("ppo" in case)
         assert row["logprob_diff"] < (1e-4 if dtype == "float32" else 0.2)
         assert (row["moments"], row["is_apart"]) == (num_trained, is_apart)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
@@ -134,7 +142,11 @@ def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Pa
         (lambda path: loaded(path).requires_grad_(False), {}, "model nothing-is-trained"),
         (lambda path: loaded(path, "bfloat16"), {}, "model not-float32"),
         (lambda path: adapted(path, "bfloat16", target_modules=["embed_tokens"]), {}, "model several-dtypes"),
-        (adapted, {"critic_config": {}}, "critic_config needs-megatron"),
+        (
+            lambda path: adapted(path, "bfloat16"),
+            {"critic_config": {}},
+            "critic_config.params_dtype not-float32",
+        ),
         (adapted, {"actor_config": 5}, "actor_config wrong-value"),
         (
             adapted,

@@ -180,6 +180,8 @@ def test_conversations_are_held_ahead(served: tuple[str, str], tmp_path: Path) -
             rows += train(worker, PROMPTS, reward, config, out=tmp_path, environment=replying(3, [7, 8]))
             assert of_all_ranks(rows)[0] == rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
+    # On a busy host the server may begin with a step only after the update before it.
+    assert {row["staleness_max"] for row in rows} == {0, 1}
+    assert rows[0]["staleness_max"] == rows[4]["staleness_max"] == 0
     assert all(row["turns"] == 3 for row in rows)
     assert all(0 <= row["generation_wait_seconds"] < 400 for row in rows)

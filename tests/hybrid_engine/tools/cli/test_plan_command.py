@@ -174,6 +174,10 @@ def test_a_job_with_fsdp(llama: Path) -> None:
     assert memory["inelastic"] == 0, "everything splits evenly over 8 ranks"
     assert memory["peak"] == memory["training"] + memory["activations"] + memory["gathered"]
     assert memory["interleaved_switch"] < memory["switch"] == memory["params"] + memory["inference"]
+    with_critic = plan_as_json(*arguments, "critic_config={offload: false}")["memory"]["device"]
+    head = (LLAMA_3_8B["vocab_size"] - 1) * LLAMA_3_8B["hidden_size"]
+    more = with_critic["peak"]["max"] - memory["peak"]
+    assert more == pytest.approx(memory["training"] - 16 * head / 8, rel=1e-3), "all but the head"
     assert facts["rank"]["received"]["host"] + facts["rank"]["received"]["network"] > 0
     result = run(*arguments, "--explain")
     for text in ("│ inelastic ", "inelastic: parameters that leave only at", "a gather of all weights"):

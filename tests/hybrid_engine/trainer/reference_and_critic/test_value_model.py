@@ -9,21 +9,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hybrid_engine import ReferenceModel, ValueModel
+from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.config.job_rules import memory_plan
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import refused
 from tests.harness.launch import of_all_ranks, on_engines
+from tests.hybrid_engine.backends.fsdp.actors import whole
 from tests.hybrid_engine.end_to_end.digests import digest, training_state
 from tests.zoo import workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TP2 = {"tensor_model_parallel_size": 2, "params_dtype": "bfloat16"}
+ACTORS = {
+    "Megatron": {"tensor_model_parallel_size": 2, "params_dtype": "bfloat16"},
+    "FSDP2": {"fsdp": {}, "make_vocab_size_divisible_by": 128},
+}
 NUM_STEPS = 12
+MODELS = {"train": "actor", "forward": "actor", "reference": "reference", "generate": "vLLM"}
+MODELS |= dict.fromkeys(["critic forward", "critic train"], "critic")
+"""Phase -> the only model that is on the device."""
 
 
 def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
@@ -35,29 +44,43 @@ def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, Te
 
 def decoder_digests(model: Any) -> dict[str, str]:
     """Return digests of the decoder's weights."""
-    weights = model.weights.model.named_weights()
-    return {name: digest(weight) for name, weight in weights if not name.startswith("output_layer.")}
+    weights = model.weights
+    is_sharded = isinstance(model, ShardedModel)
+    named = weights.computing_tensors() if is_sharded else dict(weights.model.named_weights())
+    heads = ("output_layer.", "lm_head.", "score.")
+    return {name: digest(weight) for name, weight in named.items() if not name.startswith(heads)}
 
 
-@on_engines(2, timeout=500)
-def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path) -> None:
+def values_of_transformers(model: Path, critic: ValueModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the values [B, S] of transformers' class with the weights that FSDP2 shards."""
+    config = AutoConfig.from_pretrained(model, num_labels=1, attn_implementation="eager")
+    plain = AutoModelForSequenceClassification.from_config(config).eval()
+    tensors = critic.engine.model.model.state_dict()
+    plain.load_state_dict({name: whole(tensor) for name, tensor in tensors.items()})
+    return plain.score(plain.model(tokens).last_hidden_state).squeeze(-1)
+
+
+@on_engines({2: list(ACTORS)}, timeout=500)
+def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path, case: str) -> None:
     model = tmp_path / "model"
     if os.environ["RANK"] == "0":
         workers.write_model(model, "qwen3", tie_word_embeddings=True, vocab_size=128)
     join_process_group(60)
     dist.barrier()
     critic_config = {"micro_batch_size": 4, "optimizer": {"lr": 3e-3}}
-    worker = workers.build_worker(model, TP2, {"bucket_mb": 1}, critic_config=critic_config)
-    plan = memory_plan(worker.config, worker.world_size)
+    generate = {"bucket_mb": 1}
+    worker = workers.build_worker(model, ACTORS[case], generate, critic_config=critic_config)
     # Token ids are below the model's vocab_size of 128.
     batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}
 
     def check_memory(phase: str) -> None:
         """Check that one model is resident; padded buffers and whole pages are a few per cent of so small a model."""
         resident = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
-        planned = plan.phases[phase].by_model
-        assert resident == pytest.approx({name: nbytes[worker.rank] for name, nbytes in planned.items()}, rel=0.05)
-        assert len(resident) == 1
+        assert list(resident) == [MODELS[phase]]
+        if case == "Megatron":
+            planned = memory_plan(worker.config, worker.world_size).phases[phase].by_model
+            expected = {name: nbytes[worker.rank] for name, nbytes in planned.items()}
+            assert resident == pytest.approx(expected, rel=0.05)
 
     with worker.train_context():
         worker.update(batch, workers.cross_entropy)
@@ -89,6 +112,9 @@ def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path) -
     with critic.train_context():
         losses = [critic.update(batch, regression)["loss"] for _ in range(NUM_STEPS)]
         assert losses[-1] < 0.6 * losses[0]
+        if case == "FSDP2":
+            expected = values_of_transformers(model, critic, batch["tokens"])
+            torch.testing.assert_close(critic.values(batch), expected)
         assert of_all_ranks(losses) == [losses, losses]
         check_memory("critic train")
         with refused(StateError, "wrong-state"):
