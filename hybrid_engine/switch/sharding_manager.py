@@ -477,7 +477,6 @@ class ShardingManager(Switch):
             buffers,
             dict(zip(sent, selection.releases, strict=True)),
             lambda released: self._note_peak(training - released),
-            is_apart=self._require_open().is_apart,
         )
 
     @property
