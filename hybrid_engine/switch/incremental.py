@@ -13,7 +13,7 @@ next switch     digests   of the bytes to be read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_engine.memory.offload_items import Spans
@@ -41,18 +41,19 @@ class Selection:
         skipped: indexes of buckets that all ranks skip.
         unread: parts of this rank's training buffers that are not read as a result; they may be
             released at once.
-        releases: parts that may be released after each remaining bucket.
+        releases: index of each remaining bucket, in order -> parts that may be released once all
+            ranks have read it.
     """
 
     whole: bool
     digests: Digests
     skipped: frozenset[int]
     unread: Releases
-    releases: Sequence[Releases]
+    releases: Mapping[int, Releases]
 
 
 class Incremental:
-    """One rank's record of delivered weights.
+    """One rank's record of delivered weights; without `generate_config.incremental`, of none.
 
     No collectives: the caller combines the ranks' reasons, so all keep the same buckets.
 
@@ -62,6 +63,9 @@ class Incremental:
         groups: this rank's groups of inference weights.
         residency: bound on the inference weights that may stay.
         frozen: tensors that no optimizer step changes; their buckets are the first to stay.
+
+    Attributes:
+        everything: the selection of all buckets, which compares nothing.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Incremental:
         self._delivered: Digests | None = None
         # Departure of the parameters from the device, and their digests before it.
         self._departed: tuple[object | None, Digests] = (None, ())
+        self.everything = self._selection((), frozenset(), whole=True)
 
     def digests(self, buffers: FlatBuffers) -> Digests:
         """Return digests of these training buffers' present contents. Reads all bytes."""
@@ -133,15 +138,12 @@ class Incremental:
         gone = [not live.issuperset(groups) for groups in self._groups]
         return [*changed, *gone, delivered is None]
 
-    def next(
-        self, digests: Digests, flags: Sequence[bool], releases: Sequence[Releases]
-    ) -> Selection:
+    def next(self, digests: Digests, flags: Sequence[bool]) -> Selection:
         """Select the buckets that at least one rank has a reason to send.
 
         Args:
             digests: digests of this rank's training weights.
             flags: `reasons`, OR-ed over all ranks.
-            releases: parts that may be released after each bucket if all buckets are sent.
         """
         *of_buckets, whole = flags
         num_buckets = len(self._buckets)
@@ -152,13 +154,17 @@ class Incremental:
             self._num_changes[index] += is_changed
             if not is_changed and not is_gone:
                 skipped.add(index)
-        unread: Releases = {}
-        if skipped:
-            # Training memory of skipped buckets goes first.
-            first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
-            rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
-            unread, *releases = release_schedule(self._shards, [first, *rest])
-        return Selection(whole, digests, frozenset(skipped), unread, releases)
+        return self._selection(digests, frozenset(skipped), whole=whole)
+
+    def _selection(self, digests: Digests, skipped: frozenset[int], *, whole: bool) -> Selection:
+        sent = [bucket for bucket in self._buckets if bucket.index not in skipped]
+        # Training memory of skipped buckets goes first.
+        first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
+        steps = [first, *(bucket.tensors for bucket in sent)]
+        unread, *releases = release_schedule(self._shards, steps)
+        indexes = [bucket.index for bucket in sent]
+        by_bucket = dict(zip(indexes, releases, strict=True))
+        return Selection(whole, digests, skipped, unread, by_bucket)
 
     def note(self, selection: Selection) -> None:
         """Record that every rank has received this selection."""

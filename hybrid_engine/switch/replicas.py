@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
+import torch
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.ports import TrainingWeights
@@ -28,6 +29,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Shard
 from hybrid_engine.records.regions import Offsets, Region, Shape
 from hybrid_engine.records.sides import Side
+from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.runs import view_of
 
 MAX_NBYTES = 1 << 20
@@ -83,10 +85,8 @@ class Replicas:
         """Return the digests of this rank's boxes in this switch, by group."""
         if not self._groups:
             return []
-        buffers = weights.buffers()
         groups = self._boxes()
-        boxes = [view_of(buffers, box.region.lengths, box.place) for box in chain(*groups)]
-        digests = iter(box_digests(boxes))
+        digests = iter(box_digests(views_of(weights.buffers(), chain(*groups))))
         return [[next(digests) for _ in group] for group in groups]
 
     def require_equal(self, digests: Sequence[Sequence[int]], job: Job) -> None:
@@ -123,6 +123,11 @@ def row_of(box: Shard, number: int) -> Shard:
     offsets = tuple(map(sum, zip(box.region.offsets, index, strict=True)))
     region = Region(box.region.tensor, offsets, (*[1] * len(sizes), length))
     return Shard(region, box.place.at(index))
+
+
+def views_of(buffers: FlatBuffers, boxes: Iterable[Shard]) -> list[torch.Tensor]:
+    """Return views of boxes in their buffers."""
+    return [view_of(buffers, box.region.lengths, box.place) for box in boxes]
 
 
 def region_text(region: Region) -> str:

@@ -29,7 +29,7 @@ from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violati
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, is_elastic, reading
 from hybrid_engine.messages import Record, decode, encode
-from hybrid_engine.planning.buckets import Releases, Residency, frozen_everywhere, release_schedule
+from hybrid_engine.planning.buckets import Residency, frozen_everywhere
 from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
@@ -38,9 +38,9 @@ from hybrid_engine.ranks.groups import MEETING_DIRECTORY, RankGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.records.sides import Side, layout_messages, refined_alike
-from hybrid_engine.switch.incremental import Incremental, Selection
+from hybrid_engine.switch.incremental import Incremental
 from hybrid_engine.switch.replicas import Replicas
-from hybrid_engine.switch.verifier import CommonRegions, ValueRanges, Verifier
+from hybrid_engine.switch.verifier import ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
@@ -65,36 +65,47 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, eq=False)
+class RankPlan:
+    """Everything that one rank derives from the records of all ranks.
+
+    Attributes:
+        parameters: text of the plan's and the configuration's properties that must be equal on all
+            ranks.
+        destination: inference layouts of all ranks.
+        plan: this rank's part of the plan.
+        replicas: small weights that several ranks hold; compared in each switch.
+        ranges: weights that inference holds in a dtype of smaller range; compared with it in each
+            switch with `generate_config.check_nan`.
+        incremental: buckets that need not be sent, and parts of this rank's training buffers to
+            release once all ranks have read a bucket.
+        verifier: None without `generate_config.verify`.
+        is_apart: some rank of the job has one side only.
+    """
+
+    parameters: str
+    destination: Side
+    plan: ReshardPlan
+    replicas: Replicas
+    ranges: ValueRanges
+    incremental: Incremental
+    verifier: Verifier | None
+    is_apart: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Connection:
     """Plan and connected parts with which one rank switches.
 
     Attributes:
-        releases: bucket -> parts of this rank's training buffers to release once all ranks have
-            read the bucket.
+        of_rank: this rank's plan.
         container: inference weights, filled through the router.
         fence_group: ranks of this host, for the fences of a switch (release_fence.py).
-        replicas: small weights that several ranks hold; compared in each switch.
-        verifier, incremental, ranges: None without `generate_config.verify`, `.incremental` and
-            `.check_nan`.
-        is_apart: some rank of the job has one side only.
     """
 
-    plan: ReshardPlan
-    releases: Sequence[Releases]
+    of_rank: RankPlan
     router: TransportSet
     container: WeightContainer
     fence_group: RankGroup
-    replicas: Replicas
-    verifier: Verifier | None = None
-    incremental: Incremental | None = None
-    ranges: ValueRanges | None = None
-    is_apart: bool = False
-
-    def check_values(self, training: TrainingWeights, selection: Selection) -> None:
-        """Raise WeightError for values that are NaN or infinite, or would be in the sent dtype."""
-        training.check_values(selection.unread)
-        if self.ranges is not None:
-            self.ranges.require(training)
 
 
 class Offer(Record, frozen=True):
@@ -216,44 +227,7 @@ def connect(
             container = WeightContainer(
                 destination, rank_part.plan, router, num_ranks=job.world_size
             )
-            replicas = Replicas(source_side, job.rank)
-            verifier = None
-            if rank_part.regions is not None and config.verify != "off":
-                verifier = Verifier(rank_part.regions, job, config.verify)
-    return Connection(
-        rank_part.plan,
-        rank_part.releases,
-        router,
-        container,
-        fence_group,
-        replicas,
-        verifier,
-        rank_part.incremental,
-        rank_part.ranges,
-        is_apart=rank_part.is_apart,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class RankPlan:
-    """Everything that one rank derives from the records of all ranks.
-
-    Attributes:
-        parameters: text of the plan's and the configuration's properties that must be equal on all
-            ranks.
-        destination: inference layouts of all ranks.
-        plan, releases, incremental, ranges, is_apart: see `Connection`.
-        regions: regions that the verifier compares; None without `generate_config.verify`.
-    """
-
-    parameters: str
-    destination: Side
-    plan: ReshardPlan
-    releases: Sequence[Releases]
-    regions: CommonRegions | None
-    incremental: Incremental | None
-    ranges: ValueRanges | None
-    is_apart: bool
+    return Connection(rank_part, router, container, fence_group)
 
 
 def rank_plan(
@@ -279,6 +253,7 @@ def rank_plan(
         devices: device of each rank; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in numbers], messages)
+    replicas = Replicas(source, rank)
     source, destination = refined_alike(source, destination)
     is_apart = bool((source.holds_any() != destination.holds_any()).any())
     # If every rank has both sides, one configuration key sets both dtypes, and they cannot differ.
@@ -317,22 +292,21 @@ def rank_plan(
         config.suspend_communicators,
     )
     layout = source.kind(rank)
-    incremental = None
-    if config.incremental != "off":
-        # Inference weights that are never released need no bound.
-        limit = config.incremental_mb * MIB if config.release_weights else None
-        groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}
-        residency = Residency.of(job_plan.buckets, destination, rank, limit)
-        incremental = Incremental(job_plan.buckets, layout, groups, residency, frozen)
-    verifies = config.verify != "off"
+    # Inference weights that are never released need no bound.
+    limit = config.incremental_mb * MIB if config.release_weights else None
+    groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}
+    residency = Residency.of(job_plan.buckets, destination, rank, limit)
+    verifier = None
+    if config.verify != "off":
+        verifier = Verifier(source, destination, rank, config.verify)
     return RankPlan(
         f"{job_plan.fingerprint} {keys}",
         destination,
         job_plan,
-        release_schedule(layout.shards, [bucket.tensors for bucket in job_plan.buckets]),
-        CommonRegions(source, destination, rank) if verifies else None,
-        incremental,
-        ValueRanges(rank, layout, destination.holdings.dtypes) if config.check_nan else None,
+        replicas,
+        ValueRanges(rank, layout, destination.holdings.dtypes),
+        Incremental(job_plan.buckets, layout, groups, residency, frozen),
+        verifier,
         is_apart,
     )
 

@@ -45,7 +45,7 @@ from hybrid_engine.switch.report import (
     ReshardReport,
     costs_of_all,
 )
-from hybrid_engine.switch.setup import Connection, connect
+from hybrid_engine.switch.setup import Connection, RankPlan, connect
 from hybrid_engine.switch.states import (
     State,
     Switch,
@@ -143,7 +143,11 @@ class ShardingManager(Switch):
     @property
     def plan(self) -> ReshardPlan:
         """This rank's plan. Raises StateError once closed, as do `router` and `container`."""
-        return self._require_open().plan
+        return self._of_rank.plan
+
+    @property
+    def _of_rank(self) -> RankPlan:
+        return self._require_open().of_rank
 
     @property
     def router(self) -> TransportSet:
@@ -183,7 +187,7 @@ class ShardingManager(Switch):
         switch can follow a LostRankError. Raises StateError if ranks request different states.
         """
         self.has_written = False
-        if self._require_open().is_apart:
+        if self._of_rank.is_apart:
             # A rank whose process refused the switch takes part in no collective, so meet through
             # the store first.
             self.job.meet()
@@ -232,9 +236,9 @@ class ShardingManager(Switch):
         if target is State.IDLE:
             self._late_kinds = frozenset()
         self._offload(_ALL_KINDS - wanted)
-        incremental = self._require_open().incremental
-        if selection is not None and incremental is not None:
-            incremental.note_departure(self.offloader.departure("param"), selection)
+        if selection is not None:
+            departure = self.offloader.departure("param")
+            self._of_rank.incremental.note_departure(departure, selection)
         self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.IDLE:
             # Others may use the device: a critic trains.
@@ -254,7 +258,7 @@ class ShardingManager(Switch):
 
     def _fill_inference(self) -> Selection:
         """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
-        connection = self._require_open()
+        of_rank = self._of_rank
         if self._check.is_due:
             self._onload({"param"}, read_only=True)
             with self._tally.timed("compute"):
@@ -265,16 +269,17 @@ class ShardingManager(Switch):
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
                 if self.config.check_nan:
-                    connection.check_values(self.training, selection)
-                digests = connection.replicas.digests(self.training)
+                    self.training.check_values(selection.unread)
+                    of_rank.ranges.require(self.training)
+                digests = of_rank.replicas.digests(self.training)
             with self._tally.timed("check"):
-                connection.replicas.require_equal(digests, self.job)
+                of_rank.replicas.require_equal(digests, self.job)
         if selection.skipped and "param" not in self._resident(State.INFER):
             with self._phase("offload"):
                 unread = parts_of(self.training.buffers(), selection.unread)
                 nbytes = self.offloader.offload_parts("param", unread)
                 self._tally.counts["bytes_offloaded"] += nbytes
-        self._forget_sent()
+        of_rank.incremental.forget()
         if self.config.suspend_communicators and not self._keeps_serving:
             with self._phase("suspend"):
                 self._tally.counts["bytes_suspended"] = self._communicators.suspend()
@@ -285,9 +290,9 @@ class ShardingManager(Switch):
 
         with ExitStack() as observing:
             with self._phase("begin"):
-                verifier = connection.verifier
-                verification = None if verifier is None else verifier.begin()
-                if verification is not None:
+                verification = None
+                if of_rank.verifier is not None:
+                    verification = of_rank.verifier.begin(self.job)
                     verification.skipped(self.plan.buckets[index] for index in selection.skipped)
                     proof = self.inference.proving(verification.tensors, verification.unproven)
                     observing.enter_context(proof)
@@ -309,17 +314,16 @@ class ShardingManager(Switch):
         # A trainer without inference weights receives nothing: its report shows the sums of all
         # ranks.
         gbps: Mapping[Link, float] = {}
-        if torch.cuda.is_available() and not connection.is_apart:
+        if torch.cuda.is_available() and not of_rank.is_apart:
             gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
         total = fill
-        if connection.is_apart:
+        if of_rank.is_apart:
             total = costs_of_all(fill, self.job.agreement)
         self._tally.add_fill(total, gbps, ballot.number)
         if verification is not None:
             self._tally.counts.update(verification.conclude())
             self._tally.seconds |= verification.seconds
-        if connection.incremental is not None:
-            connection.incremental.note(selection)
+        of_rank.incremental.note(selection)
         return selection
 
     def _resident(self, state: State) -> set[Kind]:
@@ -342,7 +346,7 @@ class ShardingManager(Switch):
         With sides in separate processes they leave, because this one may not see vLLM's device.
         """
         automatic = self._undecided()
-        if not automatic or self._require_open().is_apart or not self.trainer.version:
+        if not automatic or self._of_rank.is_apart or not self.trainer.version:
             return
         with self._phase("fit"):
             away = self.offloader.away_nbytes()
@@ -373,8 +377,7 @@ class ShardingManager(Switch):
 
         Not with weights that stay (`incremental`), nor if the sides are separate processes.
         """
-        connection = self._require_open()
-        is_alone = connection.is_apart or connection.incremental is not None
+        is_alone = self._of_rank.is_apart or self.config.incremental != "off"
         # A kind that stays must keep its memory.
         return not is_alone and not self._undecided()
 
@@ -416,18 +419,12 @@ class ShardingManager(Switch):
             with self._phase("resume communicators"):
                 self._communicators.resume()
 
-    def _forget_sent(self) -> None:
-        incremental = self._require_open().incremental
-        if incremental is not None:
-            incremental.forget()
-
     def _next_selection(self) -> Selection:
         """Agree on the buckets that all ranks send; onload parameters to send, and make room."""
-        connection = self._require_open()
-        incremental = connection.incremental
-        if incremental is None:
+        incremental = self._of_rank.incremental
+        if self.config.incremental == "off":
             self._bring_parameters()
-            return Selection(True, (), frozenset(), {}, connection.releases)
+            return incremental.everything
         # Parameters that were off the device since the last switch have not changed, and need not
         # be read.
         digests = incremental.digests_since(self.offloader.departure("param"))
@@ -440,7 +437,7 @@ class ShardingManager(Switch):
             reasons = incremental.reasons(digests, self.container.kept())
         flags = self.job.agreement.any_of(reasons, "compare")
         with self._phase("release"):
-            selection = incremental.next(digests, flags, connection.releases)
+            selection = incremental.next(digests, flags)
             if not self._keeps_serving:
                 self._release(selection)
         if not must_read and len(selection.skipped) < len(self.plan.buckets):
@@ -466,38 +463,33 @@ class ShardingManager(Switch):
         if "param" in self._resident(State.INFER) | self._late_kinds:
             return None
         training = self._training_nbytes()
-        sent = [
-            bucket.index for bucket in self.plan.buckets if bucket.index not in selection.skipped
-        ]
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
             self.job.agreement.pace(),
             self.offloader,
             buffers,
-            dict(zip(sent, selection.releases, strict=True)),
+            selection.releases,
             lambda released: self._note_peak(training - released),
         )
 
     @property
     def _keeps_serving(self) -> bool:
-        return self._require_open().is_apart and not self.config.release_weights
+        return self._of_rank.is_apart and not self.config.release_weights
 
     def _release(self, selection: Selection) -> None:
         """Release the inference weights that this selection replaces."""
         self.has_written = True
-        incremental = self._require_open().incremental
-        kept = () if incremental is None else incremental.groups_of(selection.skipped)
-        self.container.release(kept)
+        self.container.release(self._of_rank.incremental.groups_of(selection.skipped))
 
     def _release_inference(self) -> None:
-        incremental = self._require_open().incremental
         with self._phase("release"):
             self.has_written = True
-            if incremental is None:
+            if self.config.incremental == "off":
                 self.container.release()
             else:
-                self._tally.counts["bytes_kept"] = incremental.release(self.container)
+                kept = self._of_rank.incremental.release(self.container)
+                self._tally.counts["bytes_kept"] = kept
 
     def _restore(self, before: State, direction: str, error: Exception) -> None:
         """Recover from a failed switch: release inference weights, onload the state of `before`."""
@@ -506,7 +498,7 @@ class ShardingManager(Switch):
         if not self._keeps_serving:
             self.has_written = True
         if self.has_written:
-            self._forget_sent()
+            self._of_rank.incremental.forget()
         try:
             with self.job.agreement.phase("restore"):
                 if self.has_written:

@@ -22,12 +22,11 @@ on each rank for every region of the verified tensors and every rank that trains
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 
 from hybrid_engine.errors import WeightError
@@ -36,13 +35,12 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import box_digests, text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import TensorOwners, touching
-from hybrid_engine.records.layout import Layout, Place, Shard
+from hybrid_engine.records.layout import Layout, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
-from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ
+from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ, views_of
 from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.runs import view_of
 
 NUM_SAMPLED = 8
 """Number of canonical tensors that "sample" compares per switch.
@@ -51,36 +49,70 @@ Consecutive switches compare different ones.
 """
 
 
+_ROW = struct.Struct("<2q")
+"""Row of a message of digests: key of a region, digest of its contents."""
+
+OwnRegions = Mapping[str, Sequence[Shard]]
+"""Canonical tensor -> regions of it on this rank, once for each place."""
+
+
 class Verifier:
     """Verification of a job's switches; every rank has one.
 
-    `mode`: "full" compares every tensor, "sample" `NUM_SAMPLED` per switch in round-robin order.
+    Args:
+        source, destination: layouts of all ranks; consistent, because a plan was made of them.
+        rank: this rank.
+        mode: "full" compares every tensor, "sample" `NUM_SAMPLED` per switch in round-robin order.
+
+    Attributes:
+        dtypes: tensor -> its dtype in inference, in the plan's order.
+        source, destination: this rank's regions on each side.
+        compared: tensors that were compared when they were last sent.
     """
 
-    def __init__(self, regions: CommonRegions, job: Job, mode: Literal["sample", "full"]) -> None:
-        self._regions = regions
-        self._job = job
+    def __init__(
+        self, source: Side, destination: Side, rank: int, mode: Literal["sample", "full"]
+    ) -> None:
+        inference = destination.holdings
+        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in inference.owners}
+        self.source = self._regions_of(source.kind(rank), inference.owners)
+        self.destination = self._regions_of(destination.kind(rank), source.holdings.owners)
+        self.compared: set[str] = set()
         self._mode = mode
         self._next = 0
-        self._compared: set[str] = set()  # tensors that were compared when they were last sent
 
-    def begin(self) -> Verification:
+    def _regions_of(self, layout: Layout, others: Mapping[str, TensorOwners]) -> OwnRegions:
+        """Return the regions of one rank's layout; `others`: boxes of the other side."""
+        shards = layout.shards_by_tensor()
+        return {
+            name: [part for shard in shards.get(name, ()) for part in _parts(shard, others[name])]
+            for name in self.dtypes
+        }
+
+    def begin(self, job: Job) -> Verification:
         """Start the verification of one fill, on all ranks. Collective with mode "sample"."""
-        names = list(self._regions.dtypes)
+        names = list(self.dtypes)
         if self._mode == "sample" and len(names) > NUM_SAMPLED:
             # A rank that was interrupted in an earlier switch may be behind the others.
-            first = max(self._job.agreement.gather(self._next, int, "sample"))
+            first = max(job.agreement.gather(self._next, int, "sample"))
             num_names = len(names)
             # Of 20 tensors, 16 to 19 and 0 to 3 follow 8 to 15; the next is 4.
             self._next = (first + NUM_SAMPLED) % num_names
             names = [names[(first + index) % num_names] for index in range(NUM_SAMPLED)]
-        return Verification(self._regions, self._job, frozenset(names), self._compared)
+        return Verification(self, job, frozenset(names))
 
 
-def _rows_of(digests: Sequence[tuple[PlacedRegion, int]]) -> torch.Tensor:
-    """Return rows [N, 2] int64: key of the region, digest."""
-    pairs = [(region.key, digest) for region, digest in digests]
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+def _parts(shard: Shard, others: TensorOwners) -> Iterator[Shard]:
+    """Yield the regions that a shard consists of; `others`: boxes of the other side."""
+    whole = shard.region
+    (near,) = touching(others, [whole])
+    boxes = [Region(whole.tensor, others[index].offsets, others[index].lengths) for index in near]
+    # Several boxes may have the same part in common with the shard.
+    for region in dict.fromkeys(map(whole.intersect, boxes)):
+        assert region is not None, "`touching` returns only intersecting boxes"
+        # `place.at` takes the offset within the box, not within the tensor.
+        start = (low - base for low, base in zip(region.offsets, whole.offsets, strict=True))
+        yield Shard(region, shard.place.at(start))
 
 
 class Verification:
@@ -91,19 +123,12 @@ class Verification:
         seconds: time for digests and comparison. The engine's own proof counts as commit.
     """
 
-    def __init__(
-        self,
-        regions: CommonRegions,
-        job: Job,
-        tensors: frozenset[str],
-        compared: set[str],
-    ) -> None:
+    def __init__(self, verifier: Verifier, job: Job, tensors: frozenset[str]) -> None:
         self.tensors = tensors
-        self._compared = compared
-        self._regions = regions
+        self._verifier = verifier
         self._job = job
-        self._source: list[tuple[PlacedRegion, int]] = []
-        self._destination: list[tuple[PlacedRegion, int]] = []
+        self._source: list[tuple[Shard, int]] = []
+        self._destination: list[tuple[Shard, int]] = []
         self._sent: set[str] = set()
         self._nbytes = 0
         self._num_tensors = 0
@@ -113,19 +138,21 @@ class Verification:
     def filled(self, bucket: Bucket, source: FlatBuffers, destination: FlatBuffers) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
         with timed_span(self.seconds, "verify"):
+            verifier = self._verifier
             names = [name for name in bucket.tensors if name in self.tensors]
-            self._compared.difference_update(bucket.tensors)
+            verifier.compared.difference_update(bucket.tensors)
             self._sent.update(names)
             self._num_tensors += len(names)
-            sources = list(self._boxes(names, self._regions.source, source))
-            destinations = list(self._boxes(names, self._regions.destination, destination))
+            sources = [part for name in names for part in verifier.source[name]]
+            destinations = [part for name in names for part in verifier.destination[name]]
             # A single call for both sides, because each call waits for the device.
-            placed = [*sources, *destinations]
-            digests = box_digests([box for _, box, _ in placed], [dtype for *_, dtype in placed])
-            self._nbytes += sum(box.nbytes for _, box, _ in placed)
-            pairs = [(part, digest) for (part, *_), digest in zip(placed, digests, strict=True)]
-            self._source += pairs[: len(sources)]
-            self._destination += pairs[len(sources) :]
+            parts = sources + destinations
+            boxes = views_of(source, sources) + views_of(destination, destinations)
+            dtypes = [getattr(torch, verifier.dtypes[part.region.tensor]) for part in parts]
+            digested = list(zip(parts, box_digests(boxes, dtypes), strict=True))
+            self._nbytes += sum(box.nbytes for box in boxes)
+            self._source += digested[: len(sources)]
+            self._destination += digested[len(sources) :]
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
         """Count skipped buckets' tensors as compared, if they were when they were last sent.
@@ -133,7 +160,7 @@ class Verification:
         Training's have not changed since, and the engine proves that it holds them (`unproven`).
         """
         names = {name for bucket in buckets for name in bucket.tensors}
-        self._num_tensors += len(names & self.tensors & self._compared)
+        self._num_tensors += len(names & self.tensors & self._verifier.compared)
 
     def unproven(self, finding: str) -> None:
         """Record a mismatch that the engine detected; `conclude` raises it."""
@@ -145,149 +172,51 @@ class Verification:
         Raises WeightError with every mismatch on this rank, RemoteError with those of other ranks.
         """
         with timed_span(self.seconds, "verify"):
-            rows = _rows_of(self._source).numpy().tobytes()
-            messages = self._job.agreement.gather(rows, bytes, "verify", sys.maxsize)
-            received = sum(map(len, messages)) - len(rows)
-            # torch.frombuffer refuses an empty buffer.
-            sources = [
-                torch.tensor(np.frombuffer(message, np.int64)).view(-1, 2) for message in messages
-            ]
+            rows = [_ROW.pack(_key_of(part.region), digest) for part, digest in self._source]
+            message = b"".join(rows)
+            messages = self._job.agreement.gather(message, bytes, "verify", sys.maxsize)
             with self._job.agreement.phase("verify"):
-                self._compare(sources)
+                self._compare(messages)
                 if self._findings:
                     raise WeightError(self._findings)
-        self._compared |= self._sent
+        self._verifier.compared |= self._sent
         return {
             "tensors_verified": self._num_tensors,
             "bytes_verified": self._nbytes,
-            "bytes_of_digests": received,
+            "bytes_of_digests": sum(map(len, messages)) - len(message),
         }
 
-    def _boxes(
-        self, names: Sequence[str], regions: OwnRegions, buffers: FlatBuffers
-    ) -> Iterator[tuple[PlacedRegion, torch.Tensor, torch.dtype]]:
-        """Yield this rank's regions of these tensors, their views, and the dtype to compare."""
-        for name in names:
-            dtype = getattr(torch, self._regions.dtypes[name])
-            for part in regions[name]:
-                yield part, view_of(buffers, part.region.lengths, part.place), dtype
-
-    def _compare(self, sources: Sequence[torch.Tensor]) -> None:
-        """Compare the received regions with `sources`, rows [N, 2] of each training rank."""
-        rows = torch.cat(list(sources))
-        ranks = torch.cat(
-            [torch.full((len(of_rank),), rank) for rank, of_rank in enumerate(sources)]
-        )
-        order = rows[:, 0].argsort(stable=True)
-        keys = rows[order, 0].contiguous()
-        digests = rows[order, 1]
-        ranks = ranks[order]
-        self._compare_replicas(keys, digests, ranks)
-
-        received = _rows_of(self._destination)
-        received_keys = received[:, 0].contiguous()
-        # With keys 3 3 7 7 7, those of 7 are from 2 to before 5.
-        first = torch.searchsorted(keys, received_keys)
-        end = torch.searchsorted(keys, received_keys, right=True)
-        # A region is correct if it equals any replica: differing replicas are reported separately.
-        is_right = torch.zeros(len(received), dtype=torch.bool)
-        num_replicas = int((end - first).max()) if len(received) else 0
-        # One replica of every region in a turn: a region has few, and a rank has many regions.
-        for step in range(num_replicas):
-            index = (first + step).clamp(max=len(keys) - 1)
-            is_right |= (first + step < end) & (digests[index] == received[:, 1])
-        for wrong in (~is_right).nonzero().flatten().tolist():
-            part, _ = self._destination[wrong]
-            senders = ranks[int(first[wrong]) : int(end[wrong])].tolist()
-            region = region_text(part.region)
-            where = f"{region}: {part.place.buffer.name} of rank {self._job.rank}"
-            trained = f"the training weights of {ranks_text(senders)}"
-            self._findings.append(f"{where} differs from {trained}")
-
-    def _compare_replicas(
-        self, keys: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor
-    ) -> None:
-        """Report regions of this rank whose replicas differ, only the first of each tensor.
-
-        Args:
-            keys: [N] keys of regions, sorted.
-            digests: [N] digests.
-            ranks: [N] ranks that train the regions.
-        """
-        # If replicas of a region are not all equal, two neighbours differ.
-        differ = (keys[1:] == keys[:-1]) & (digests[1:] != digests[:-1])
-        different = {*keys[1:][differ].tolist()}
-        named: set[str] = set()
-        for part, _ in (*self._source, *self._destination):
-            region = part.region
-            if part.key not in different or region.tensor in named:
+    def _compare(self, messages: Sequence[bytes]) -> None:
+        """Compare this rank's regions with the rows of all ranks that train them."""
+        parts = [part for part, _ in (*self._source, *self._destination)]
+        keys = {part.region: _key_of(part.region) for part in parts}
+        # Key -> digest on each rank that trains the region, once for each place.
+        trained: dict[int, list[tuple[int, int]]] = {key: [] for key in keys.values()}
+        for rank, message in enumerate(messages):
+            for key, digest in _ROW.iter_unpack(message):
+                if key in trained:
+                    trained[key].append((rank, digest))
+        # Of a tensor whose replicas differ, only the first region is reported.
+        different: dict[str, str] = {}
+        for region, key in keys.items():
+            if len({digest for _, digest in trained[key]}) > 1:
+                different.setdefault(
+                    region.tensor, replicas_differ(region_text(region), trained[key])
+                )
+        self._findings += different.values()
+        for part, digest in self._destination:
+            replicas = trained[keys[part.region]]
+            # A region is correct if it equals any replica: differing ones are reported above.
+            if any(digest == digest_of_rank for _, digest_of_rank in replicas):
                 continue
-            named.add(region.tensor)
-            is_region = keys == part.key
-            by_rank = zip(ranks[is_region].tolist(), digests[is_region].tolist(), strict=True)
-            self._findings.append(replicas_differ(region_text(region), by_rank))
+            where = f"{region_text(part.region)}: {part.place.buffer.name} of rank {self._job.rank}"
+            trainers = ranks_text([rank for rank, _ in replicas])
+            self._findings.append(f"{where} differs from the training weights of {trainers}")
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRegion:
-    """Region that this rank holds.
-
-    Attributes:
-        key: digest of its tensor and its bounds.
-        region: the region.
-        place: its place in a buffer.
-    """
-
-    key: int
-    region: Region
-    place: Place
-
-
-OwnRegions = Mapping[str, Sequence[PlacedRegion]]
-"""Canonical tensor -> this rank's regions of it, once for each place.
-
-A region that lies in several places occurs several times.
-"""
-
-
-class CommonRegions:
-    """This rank's regions of a job, with their places.
-
-    Args:
-        source, destination: layouts of all ranks; consistent, because a plan was made of them.
-        rank: this rank.
-
-    Attributes:
-        dtypes: tensor -> its dtype in inference, in the plan's order.
-        source, destination: this rank's regions on each side.
-    """
-
-    def __init__(self, source: Side, destination: Side, rank: int) -> None:
-        inference = destination.holdings
-        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in inference.owners}
-        self.source = self._regions_of(source.kind(rank), inference.owners)
-        self.destination = self._regions_of(destination.kind(rank), source.holdings.owners)
-
-    def _regions_of(self, layout: Layout, others: Mapping[str, TensorOwners]) -> OwnRegions:
-        """Return the regions of one rank's layout; `others`: boxes of the other side."""
-        shards = layout.shards_by_tensor()
-        return {
-            name: [part for shard in shards.get(name, ()) for part in _parts(shard, others[name])]
-            for name in self.dtypes
-        }
-
-
-def _parts(shard: Shard, others: TensorOwners) -> Iterator[PlacedRegion]:
-    """Yield the regions that a shard consists of; `others`: boxes of the other side."""
-    whole = shard.region
-    (near,) = touching(others, [whole])
-    boxes = [Region(whole.tensor, others[index].offsets, others[index].lengths) for index in near]
-    # Several boxes may have the same part in common with the shard.
-    for region in dict.fromkeys(map(whole.intersect, boxes)):
-        assert region is not None, "`touching` returns only intersecting boxes"
-        # `place.at` takes the offset within the box, not within the tensor.
-        start = (low - base for low, base in zip(region.offsets, whole.offsets, strict=True))
-        yield PlacedRegion(text_digest(region_text(region)), region, shard.place.at(start))
+def _key_of(region: Region) -> int:
+    """Return the digest of a region's tensor and bounds."""
+    return text_digest(region_text(region))
 
 
 class ValueRanges:
@@ -303,40 +232,40 @@ class ValueRanges:
 
     def __init__(self, rank: int, source: Layout, served: Mapping[str, str]) -> None:
         self._rank = rank
-        self._parts: list[tuple[Shard, torch.dtype]] = []
+        self._dtypes: dict[Shard, torch.dtype] = {}
         for shard in source.shards:
-            dtype = source.buffers[shard.place.buffer].dtype
-            served_dtype = served.get(shard.region.tensor)
-            if served_dtype is None:
-                continue
-            served_type, trained_type = (getattr(torch, name) for name in (served_dtype, dtype))
-            if not (served_type.is_floating_point and trained_type.is_floating_point):
-                continue
-            # Also bfloat16: it ends at 3.39e38, float32 at 3.40e38.
-            if torch.finfo(served_type).max < torch.finfo(trained_type).max:
-                self._parts.append((shard, served_type))
+            trained = source.buffers[shard.place.buffer].dtype
+            dtype = served.get(shard.region.tensor, trained)
+            if dtype != trained and _largest_of(dtype) < _largest_of(trained):
+                self._dtypes[shard] = getattr(torch, dtype)
 
     def require(self, training: TrainingWeights) -> None:
         """Raise WeightError naming every tensor with a value that a cast makes infinite.
 
         Reads each part once; reads nothing if no tensor is cast to a smaller range.
         """
-        if not self._parts:
+        if not self._dtypes:
             return
-        buffers = training.buffers()
-        extremes = [torch.stack(self._view(buffers, shard).aminmax()) for shard, _ in self._parts]
+        boxes = views_of(training.buffers(), self._dtypes)
+        dtypes = self._dtypes.values()
+        extremes = [torch.stack(box.aminmax()) for box in boxes]
         fits = [
             extreme.to(dtype).isfinite().all()
-            for extreme, (_, dtype) in zip(extremes, self._parts, strict=True)
+            for extreme, dtype in zip(extremes, dtypes, strict=True)
         ]
         # A single synchronization with the device if everything fits.
         are_within = torch.stack(fits).tolist()
-        too_large = [part for part, fit in zip(self._parts, are_within, strict=True) if not fit]
-        if too_large:
-            raise WeightError([self._finding(buffers, *part) for part in too_large])
+        findings = [
+            self._finding(shard, box, dtype)
+            for (shard, dtype), box, is_within in zip(
+                self._dtypes.items(), boxes, are_within, strict=True
+            )
+            if not is_within
+        ]
+        if findings:
+            raise WeightError(findings)
 
-    def _finding(self, buffers: FlatBuffers, shard: Shard, dtype: torch.dtype) -> str:
-        values = self._view(buffers, shard)
+    def _finding(self, shard: Shard, values: torch.Tensor, dtype: torch.dtype) -> str:
         name = str(dtype).removeprefix("torch.")
         num_infinite = int(values.to(dtype).isinf().sum())
         largest = float(values.abs().max())
@@ -347,6 +276,6 @@ class ValueRanges:
             "Use compression_dtype: bfloat16, or leave compress_reshard out"
         )
 
-    @staticmethod
-    def _view(buffers: FlatBuffers, shard: Shard) -> torch.Tensor:
-        return view_of(buffers, shard.region.lengths, shard.place)
+
+def _largest_of(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).max

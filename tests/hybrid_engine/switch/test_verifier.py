@@ -18,7 +18,7 @@ from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch import replicas, verifier
 from hybrid_engine.switch.replicas import Replicas
-from hybrid_engine.switch.verifier import NUM_SAMPLED, CommonRegions, Verifier
+from hybrid_engine.switch.verifier import NUM_SAMPLED, Verifier, _key_of
 from tests.harness.rank_threads import RankThreads
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, FakeTraining, Rig, Script
 
@@ -89,12 +89,12 @@ def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> Side:
 def test_regions_are_intersections_of_boxes() -> None:
     training = side("training", "float32", (0, 0, 6), (1, 6, 12))
     inference = side("inference", "bfloat16", (0, 0, 4), (1, 4, 12))
-    ranks = [CommonRegions(training, inference, rank) for rank in range(2)]
-    trained, generated = ([getattr(regions, end)["t"] for regions in ranks] for end in ("source", "destination"))
+    ranks = [Verifier(training, inference, rank, "full") for rank in range(2)]
+    trained, generated = ([getattr(verifier, end)["t"] for verifier in ranks] for end in ("source", "destination"))
     first, second, third = (Region("t", (start,), (length,)) for start, length in ((0, 4), (4, 2), (6, 6)))
     assert [[part.region for part in parts] for parts in trained] == [[first, second], [third]]
     assert [[part.region for part in parts] for parts in generated] == [[first], [second, third]]
-    keys = [[part.key for side in sides for part in side] for sides in (trained, generated)]
+    keys = [[_key_of(part.region) for side in sides for part in side] for sides in (trained, generated)]
     assert keys[0] == keys[1]
     assert len({*keys[0]}) == 3
     assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
@@ -221,13 +221,13 @@ def test_an_unproven_tensor_fails_the_switch(verified: Rig) -> None:
 
 def test_samples_cycle_through_all_tensors(verified: Rig) -> None:
     names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]  # sorted by number
-    regions = verified.manager._connection.verifier._regions
-    regions.dtypes = dict.fromkeys(names, "float32")
-    sampling, full = (Verifier(regions, verified.job, mode) for mode in ("sample", "full"))
-    first, second = (sampling.begin().tensors for _ in range(2))
+    sides = side("training", "float32", (0, 0, 12)), side("inference", "float32", (0, 0, 12))
+    sampling, full = (Verifier(*sides, 0, mode) for mode in ("sample", "full"))
+    sampling.dtypes = full.dtypes = dict.fromkeys(names, "float32")
+    first, second = (sampling.begin(verified.job).tensors for _ in range(2))
     assert first == set(names[:NUM_SAMPLED])
     assert second == {*names[NUM_SAMPLED:], *names[: NUM_SAMPLED - 3]}
-    assert full.begin().tensors == set(names)
+    assert full.begin(verified.job).tensors == set(names)
 
 
 def test_different_replicas_are_an_error_that_names_their_ranks(verified: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
