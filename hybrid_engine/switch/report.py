@@ -169,11 +169,9 @@ class SwitchTally(Costs):
     """Costs of a running switch on this rank.
 
     Attributes:
-        seconds_behind: hidden and exposed ones, see `ReshardReport`.
         speed: speed of the fill, by field of `ReshardReport`.
     """
 
-    seconds_behind: tuple[float, float] = (0.0, 0.0)
     speed: dict[str, Any] = field(default_factory=dict)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -200,8 +198,10 @@ class SwitchTally(Costs):
             "slowest_seconds": microseconds / 1e6,
         }
 
-    def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
-        """Build the report of the switch."""
+    def report(
+        self, direction: str, version: int, seconds: float, behind: tuple[float, float]
+    ) -> ReshardReport:
+        """Build the report of the switch; `behind`: hidden and exposed seconds."""
         counts = dict(self.counts)
         num_compared = counts.pop("words_compared", 0)
         num_changed = counts.pop("words_changed", 0)
@@ -219,8 +219,8 @@ class SwitchTally(Costs):
             seconds_by_phase=dict(self.seconds),
             bytes_received=by_link[Link.HOST] + by_link[Link.NETWORK],
             bytes_own=by_link[Link.SELF] + by_link[Link.DEVICE],
-            seconds_hidden=self.seconds_behind[0],
-            seconds_exposed=self.seconds_behind[1],
+            seconds_hidden=behind[0],
+            seconds_exposed=behind[1],
             bytes_across_hosts=by_link[Link.NETWORK],
             bytes_by_transport={
                 name: sum(by_peer.values()) for name, by_peer in from_others.items()

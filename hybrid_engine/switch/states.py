@@ -85,57 +85,16 @@ def require(present: State, wanted: Collection[State]) -> None:
         )
 
 
-Contexts = list["weakref.ref[Entered]"]
-"""Entered contexts, innermost last.
+class Inside:
+    """Mark of a block inside a context; only the context's frame refers to it.
 
-A context whose block has ended may still be listed, because an exception from a signal handler can
-precede its `__exit__`; such a context is no longer running, or no longer alive.
-"""
-
-
-class Entered:
-    """Context of one state; see `Switch.entered`.
-
-    Args:
-        state: state inside the block.
-        enter: switches the devices to a state.
-        contexts: contexts of the same switch; `__enter__` adds this one.
+    An exception from a signal handler can end a context before it could note its end. Such a mark
+    is no longer alive.
     """
 
-    def __init__(self, state: State, enter: Callable[[State], object], contexts: Contexts) -> None:
-        self._state = state
-        self._enter = enter
-        self._contexts = contexts
-        self._outer: State | None = None
-        self._is_running = False
-
-    def __enter__(self) -> None:
-        running = [
-            context
-            for reference in self._contexts
-            if (context := reference()) is not None and context._is_running
-        ]
-        self._outer = running[-1]._state if running else None
-        # IDLE may be nested: a model beside the actor takes the device, and the outer state is
-        # restored afterwards.
-        if self._outer not in (None, self._state) and self._state is not State.IDLE:
-            raise StateError(
-                f"{self._state.context} inside {self._outer.context}; leave the latter first",
-                code="nested-contexts",
-            )
-        self._enter(self._state)
-        self._is_running = True
-        self._contexts[:] = map(weakref.ref, [*running, self])
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._is_running = False
-        if error is None and self._outer not in (None, self._state):
-            self._enter(self._outer)
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.has_ended = False
 
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -184,7 +143,7 @@ class Switch(ABC):
         self.job = job
         self._is_started = False
         self._tally = SwitchTally()
-        self._contexts: Contexts = []
+        self._blocks: list[weakref.ref[Inside]] = []  # innermost last
         self._start_hooks: list[Callable[..., object]] = []
         self._end_hooks: list[Callable[..., object]] = []
         if within is None:
@@ -234,14 +193,31 @@ class Switch(ABC):
     def close(self) -> None:
         """Close the switch; no switch can follow. Idempotent."""
 
-    def entered(self, state: State) -> AbstractContextManager[None]:
-        """Return a context that enters `state`.
+    @contextmanager
+    def entered(self, state: State) -> Iterator[None]:
+        """Enter `state` for the block.
 
         The state is kept at its end; the next context switches if necessary. Raises StateError
         inside another state's context, except for IDLE, which frees the device for another model:
         at its end the outer state is restored unless the block raised.
         """
-        return Entered(state, self.enter, self._contexts)
+        marks = [reference() for reference in self._blocks]
+        running = [mark for mark in marks if mark is not None and not mark.has_ended]
+        outer = running[-1].state if running else None
+        if outer not in (None, state) and state is not State.IDLE:
+            raise StateError(
+                f"{state.context} inside {outer.context}; leave the latter first",
+                code="nested-contexts",
+            )
+        self.enter(state)
+        inside = Inside(state)
+        try:
+            self._blocks = [*map(weakref.ref, running), weakref.ref(inside)]
+            yield
+        finally:
+            inside.has_ended = True
+        if outer not in (None, state):
+            self.enter(outer)
 
     def require(self, *states: State) -> None:
         """Raise StateError unless the present state is one of `states`.
@@ -272,9 +248,9 @@ class Switch(ABC):
 
     def _report(self, direction: str, started: float) -> ReshardReport:
         """Return the report of a switch that started then, in `time.perf_counter()`."""
-        self._tally.seconds_behind = self.offloader.take_seconds_behind()
+        behind = self.offloader.take_seconds_behind()
         seconds = time.perf_counter() - started
-        return self._tally.report(direction, self.trainer.version, seconds)
+        return self._tally.report(direction, self.trainer.version, seconds, behind)
 
     def _end(self, state: State, report: ReshardReport) -> ReshardReport:
         """End a switch in `state`."""
@@ -329,19 +305,14 @@ class Switch(ABC):
 
 
 def call_hooks(hooks: Iterable[Callable[..., object]], *arguments: Any) -> None:
-    """Call hooks in order; see `call_hook`."""
+    """Call each hook with as many of `arguments` as it takes; a logging hook needs none."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     for hook in hooks:
-        call_hook(hook, *arguments)
-
-
-def call_hook(hook: Callable[..., object], *arguments: Any) -> None:
-    """Call `hook` with as many of `arguments` as it takes; a logging hook needs none."""
-    kinds = [parameter.kind for parameter in inspect.signature(hook).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        kinds = [parameter.kind for parameter in inspect.signature(hook).parameters.values()]
         num_accepted = sum(kind in positional for kind in kinds)
-        arguments = arguments[:num_accepted]
-    hook(*arguments)
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            num_accepted = len(arguments)
+        hook(*arguments[:num_accepted])
 
 
 class SwitchContexts(ABC):

@@ -16,7 +16,7 @@ from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightE
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.states import State, SwitchContexts, call_hook
+from hybrid_engine.switch.states import State, SwitchContexts, call_hooks
 from tests.harness.errors import refused
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig
@@ -446,7 +446,7 @@ def test_a_hook_gets_the_arguments_it_accepts(
     wrap: Callable[..., Callable[..., None]],
 ) -> None:
     seen: list[tuple[object, ...]] = []
-    call_hook(wrap(make_hook(seen)), "before", "after")
+    call_hooks([wrap(make_hook(seen))], "before", "after")
     assert seen == [expected]
 
 
@@ -455,4 +455,4 @@ def test_a_type_error_of_a_hook_is_not_hidden() -> None:
         raise TypeError("takes 0 positional arguments but 1 was given")
 
     with pytest.raises(TypeError, match="takes 0"):
-        call_hook(broken, "report")
+        call_hooks([broken], "report")
