@@ -14,7 +14,6 @@ of the buckets so far (live storage) or of one bucket (an engine that repacks).
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -56,7 +55,7 @@ class WeightContainer:
         plan, router: made from their layout, and connected for the plan.
         num_ranks: number of ranks that fill together.
 
-    Raises PlanError unless the plan's buckets complete every group of this rank exactly once.
+    Raises PlanError if no bucket of the plan completes a group of this rank.
     """
 
     def __init__(
@@ -82,21 +81,19 @@ class WeightContainer:
         self._is_in_step = True  # with the other ranks: no message of an earlier fill is in flight
         self._has_begun = False  # `begin` was called last, so `fill` may follow
         self._costs = Costs()  # of the current fill, or of the last one
-        self._num_met = 0  # `router.num_met` at the start of the fill
         self._buckets: Sequence[Bucket] = ()  # buckets of the fill, without skipped ones
         # Bucket index -> bucket whose messages start during its commit.
         self._following: Mapping[int, Bucket] = {}
         self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
-        # Exactly one bucket must complete each group of this rank.
-        completed = Counter(group for bucket in plan.buckets for group in self._own_groups(bucket))
-        faults = [
-            f"group {group!r} of rank {router.rank} is completed by {completed[group]} "
-            "buckets, not by one; build the plan from the layouts of this engine"
-            for group in sorted(self._groups)
-            if completed[group] != 1
-        ]
-        if faults:
-            raise PlanError(faults)
+        incomplete = self._groups.difference(*(bucket.groups for bucket in plan.buckets))
+        if incomplete:
+            raise PlanError(
+                [
+                    f"group {group!r} of rank {router.rank} is completed by no bucket; "
+                    "build the plan from the layouts of this engine"
+                    for group in sorted(incomplete)
+                ]
+            )
 
     @property
     def state(self) -> ContainerState:
@@ -133,10 +130,13 @@ class WeightContainer:
                 "The job cannot go on; the training weights are whole",
                 code="interrupted-twice",
             )
-        left_out = [
-            group for index in skipped for group in self._own_groups(self._plan.buckets[index])
+        left_out = [self._plan.buckets[index] for index in skipped]
+        gone = [
+            group
+            for bucket in left_out
+            for group in self._own_groups(bucket)
+            if group not in self._kept
         ]
-        gone = [group for group in left_out if group not in self._kept]
         if gone:
             raise StateError(
                 f"groups {first_of(gone, _NUM_NAMED)} were not kept: "
@@ -145,7 +145,6 @@ class WeightContainer:
             )
         self._step = "before the first bucket"
         self._filling = []
-        self._num_met = self._router.num_met
         self._buckets = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
         # Messages of a bucket may not start if those of the bucket before use the same slot.
         # With 2 slots buckets 3 and 5 use the same one, if 4 is skipped.
@@ -162,10 +161,11 @@ class WeightContainer:
         )
         counts["bytes_skipped"] = sum(
             transfer.nbytes
-            for index in skipped
-            for transfer in self._plan.buckets[index].counted()
+            for bucket in left_out
+            for transfer in bucket.counted()
             if transfer.dst_rank == self._router.rank
         )
+        self._router.num_met = 0
         self._router.begin(whole=whole)
         self._has_begun = True
 
@@ -281,7 +281,7 @@ class WeightContainer:
 
     def _abandon(self, reason: str, fence: ReleaseFence | None) -> None:
         """Notify the peers, which may wait in each remaining bucket, and free messages' memory."""
-        remaining = self._buckets[self._router.num_met - self._num_met :]
+        remaining = self._buckets[self._router.num_met :]
         # The engine comes first: other ranks may wait in its commit, and not reach the buckets.
         steps: list[Callable[[], object]] = [self._weights.abandon]
         if fence is not None:

@@ -103,7 +103,7 @@ class TransportSet:
         self._choose = choose
         self._relays = relays
         self._shares: dict[int, _BucketShare] = {}
-        # Buckets in which this rank took part, run or abandoned, since it was connected.
+        # Buckets in which this rank took part, run or abandoned; 0 when a fill begins.
         self.num_met = 0
 
     @classmethod
