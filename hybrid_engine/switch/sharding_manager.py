@@ -274,11 +274,6 @@ class ShardingManager(Switch):
                 digests = of_rank.replicas.digests(self.training)
             with self._tally.timed("check"):
                 of_rank.replicas.require_equal(digests, self.job)
-        if selection.skipped and "param" not in self._resident(State.INFER):
-            with self._phase("offload"):
-                unread = parts_of(self.training.buffers(), selection.unread)
-                nbytes = self.offloader.offload_parts("param", unread)
-                self._tally.counts["bytes_offloaded"] += nbytes
         of_rank.incremental.forget()
         if self.config.suspend_communicators and not self._keeps_serving:
             with self._phase("suspend"):
@@ -311,15 +306,14 @@ class ShardingManager(Switch):
                 # The end of the phase replaces it by the largest number of all ranks.
                 ballot.number = work * SLOWEST_RADIX + self.job.rank
 
-        # A trainer without inference weights receives nothing: its report shows the sums of all
-        # ranks.
         gbps: Mapping[Link, float] = {}
-        if torch.cuda.is_available() and not of_rank.is_apart:
-            gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
-        total = fill
         if of_rank.is_apart:
-            total = costs_of_all(fill, self.job.agreement)
-        self._tally.add_fill(total, gbps, ballot.number)
+            # A trainer without inference weights receives nothing: its report shows the sums of all
+            # ranks.
+            fill = costs_of_all(fill, self.job.agreement)
+        elif torch.cuda.is_available():
+            gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
+        self._tally.add_fill(fill, gbps, ballot.number)
         if verification is not None:
             self._tally.counts.update(verification.conclude())
             self._tally.seconds |= verification.seconds
@@ -462,6 +456,10 @@ class ShardingManager(Switch):
         """
         if "param" in self._resident(State.INFER) | self._late_kinds:
             return None
+        if selection.unread:
+            # Memory of what is not read leaves before the first bucket is allocated.
+            unread = parts_of(buffers, selection.unread)
+            self._tally.counts["bytes_offloaded"] += self.offloader.offload_parts("param", unread)
         training = self._training_nbytes()
         return ReleaseFence(
             self.job.rank,
@@ -551,9 +549,6 @@ class ShardingManager(Switch):
         if self._connection is None or not self.config.suspend_communicators or is_alone:
             return
         try:
-            with agreement.phase("room for communicators"):
-                self._communicators.require_room()
+            self._resume_communicators()
         except HybridEngineError as error:
             logger.warning("the communicators of training stay suspended: %s", error)
-            return
-        self._communicators.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from unittest import mock
 
 import pytest
@@ -119,7 +120,8 @@ def test_training_memory_of_skipped_buckets_leaves_before_the_others(job: None) 
     rig.manager.enter(INFER)
     with mock.patch.object(rig.offloader, "offload_parts", return_value=0) as offload_parts:
         switch(rig)
-    assert offload_parts.call_args_list[0].args[1], "the first tensor stays"
+    (part,) = offload_parts.call_args_list[0].args[1]
+    assert (part.start, part.stop) == (0, math.prod(SHAPES["first"])), "the first tensor stays"
 
 
 def test_stale_weights_are_released_before_new_ones_are_allocated(job: None) -> None:
