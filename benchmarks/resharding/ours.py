@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.resharding.loading import Engines, LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm
+from hybrid_engine.planning.plan import Costs
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import Connection
@@ -29,10 +30,8 @@ def connect(
     worker: ActorHybridWorker, destination: InferenceWeights, owner: ExitStack
 ) -> Connection:
     """Connect the training weights with another destination, until `owner` closes. Collective."""
-    weights, config = worker.train.weights, worker.config.generate_config
-    return setup.connect(
-        worker.job, weights, destination, config, owner, may_stay_unread=worker.table.shapes
-    )
+    config = worker.config.generate_config
+    return setup.connect(worker.job, worker.train, destination, config, owner, Costs())
 
 
 class Ours:

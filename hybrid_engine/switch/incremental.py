@@ -60,7 +60,6 @@ class Incremental:
     Args:
         buckets: buckets of the plan.
         source: this rank's training layout.
-        groups: this rank's groups of inference weights.
         residency: bound on the inference weights that may stay.
         frozen: tensors that no optimizer step changes; their buckets are the first to stay.
 
@@ -72,14 +71,12 @@ class Incremental:
         self,
         buckets: Sequence[Bucket],
         source: Layout,
-        groups: Collection[str],
         residency: Residency,
         frozen: Collection[str],
     ) -> None:
         self._buckets = buckets
         self._shards = source.shards
         self._residency = residency
-        self._groups = [[group for group in bucket.groups if group in groups] for bucket in buckets]
 
         # Per bucket: buffer name -> element intervals of its tensors.
         self._runs: list[dict[str, Spans]] = [{} for _ in buckets]
@@ -122,21 +119,19 @@ class Incremental:
         noted, digests = self._departed
         return digests if departure is not None and departure is noted else None
 
-    def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
+    def reasons(self, digests: Digests, container: WeightContainer) -> list[bool]:
         """Return this rank's reasons to send, as flags.
 
         For each bucket: its bytes changed. Then for each bucket: a group of it is not live. The
-        last: this rank cannot apply deltas. `live`: groups that hold the weights of the last fill.
+        last: this rank cannot apply deltas.
         """
-        live = frozenset(live)
         delivered = self._delivered
         # A bucket without bytes on this rank has an empty digest, and never counts as changed here.
         changed = [
             bool(now) and (delivered is None or now != delivered[index])
             for index, now in enumerate(digests)
         ]
-        gone = [not live.issuperset(groups) for groups in self._groups]
-        return [*changed, *gone, delivered is None]
+        return [*changed, *container.gone(), delivered is None]
 
     def next(self, digests: Digests, flags: Sequence[bool]) -> Selection:
         """Select the buckets that at least one rank has a reason to send.
@@ -180,12 +175,6 @@ class Incremental:
         The buckets that changed least often are the first to stay.
         """
         preferred = sorted(range(len(self._buckets)), key=self._num_changes.__getitem__)
-        container.release(self.groups_of(self._residency.kept(preferred)))
-        live = container.kept()
-        return self._residency.nbytes_of(
-            [index for index, groups in enumerate(self._groups) if live.issuperset(groups)]
-        )
-
-    def groups_of(self, buckets: Collection[int]) -> list[str]:
-        """Return this rank's groups of these buckets."""
-        return [group for index in sorted(buckets) for group in self._groups[index]]
+        container.release(container.groups_of(self._residency.kept(preferred)))
+        stayed = [index for index, is_gone in enumerate(container.gone()) if not is_gone]
+        return self._residency.nbytes_of(stayed)

@@ -18,21 +18,21 @@ Memory: during set-up, the records of all ranks; afterwards this rank's plan and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation
+from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation, require_none
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, is_elastic, reading
 from hybrid_engine.messages import Record, decode, encode
 from hybrid_engine.planning.buckets import Residency, frozen_everywhere
-from hybrid_engine.planning.plan import ReshardPlan, rounding_faults
+from hybrid_engine.planning.plan import Costs, ReshardPlan, rounding_faults
 from hybrid_engine.planning.planner import plan
-from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
+from hybrid_engine.ports import InferenceWeights, Trainer, WeightAdaptor
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.groups import MEETING_DIRECTORY, RankGroup
 from hybrid_engine.ranks.job import Job
@@ -42,6 +42,7 @@ from hybrid_engine.switch.incremental import Incremental
 from hybrid_engine.switch.replicas import Replicas
 from hybrid_engine.switch.verifier import ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
@@ -59,9 +60,6 @@ logger = logging.getLogger("hybrid_engine")
 _TIMEOUT_SHARE = 0.75
 """Share of the job's timeout for which a rank waits for messages of a bucket. A rank that failed
 waits for the others for the whole timeout, so those that it has sent nothing come in time."""
-
-Timed = Callable[[str], AbstractContextManager[object]]
-"""Context manager factory that times a step, including its wait for the slowest rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,38 +133,34 @@ def gather_side(job: Job, weights: WeightAdaptor) -> Side:
 
 def connect(
     job: Job,
-    source: TrainingWeights,
+    trainer: Trainer,
     destination: InferenceWeights,
     config: GenerateConfig,
     owner: ExitStack,
-    *,
-    may_stay_unread: Collection[str] = (),
-    frozen: Callable[[], Collection[str]] = tuple,
+    costs: Costs,
     source_side: Side | None = None,
-    timed: Timed = nullcontext,
 ) -> Connection:
     """Agree on a plan with all ranks, and connect. Collective.
 
     Args:
         job: job whose ranks hold both sides.
-        source, destination: this rank's weights.
+        trainer: its weights are read. With `config.incremental`, tensors that no optimizer step
+            changes get separate buckets.
+        destination: weights that are written.
         config: transport, bucket size and timeout; the same on all ranks.
         owner: closes everything created here.
-        may_stay_unread: source tensors that no destination needs to read.
-        frozen: returns this rank's tensors that no optimizer step changes; with
-            `config.incremental` they get separate buckets.
+        costs: gets the seconds of "layout" and "plan", with the waits for the slowest rank.
         source_side: training layouts of all ranks, if known (`gather_side`).
-        timed: times "layout" and "plan".
 
     Raises on all ranks: PlanError with every inconsistency of the two sides; ConfigError if the
     transport cannot carry the plan, or if the job has another device or timeout; DeviceMemoryError
     if relay buffers do not fit.
     """
     fence_group = job.new_host_group(owner)
-    with timed("layout"):
+    with timed_span(costs.seconds, "layout"):
         with job.agreement.phase("layout"):
             job.require_timeout(config.timeout_seconds)
-            buffers = source.buffers()
+            buffers = trainer.weights.buffers()
             _require_device(job, buffers)
         reasons = hosts_without_access(job, config, fence_group)
         shares_memory = job.hosts[job.rank] not in reasons
@@ -177,13 +171,13 @@ def connect(
             _log_transports(job, reasons)
         with job.agreement.phase("layout"):
             can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
-            unchanging = frozen() if config.incremental != "off" else ()
+            unchanging = trainer.frozen if config.incremental != "off" else ()
             offer = Offer(can_relay, sorted(unchanging))
             records = (*layout_messages(destination.layout()), encode(offer))
         if source_side is None:
-            source_side = gather_side(job, source)
+            source_side = gather_side(job, trainer.weights)
         numbers, messages = job.agreement.share(records, "exchange of layouts")
-    with timed("plan"):
+    with timed_span(costs.seconds, "plan"):
         with job.agreement.phase("plan"):
             rank_part = rank_plan(
                 job.rank,
@@ -192,7 +186,7 @@ def connect(
                 numbers,
                 messages,
                 config,
-                may_stay_unread,
+                trainer.unserved,
                 job.devices,
             )
             relays = RelayBuffers(job.rank, rank_part.plan.relays, job.device)
@@ -249,7 +243,8 @@ def rank_plan(
         numbers: per rank, indexes into `messages`: names and records of its inference layout, and
             its `Offer`.
         messages: distinct messages that the ranks shared.
-        config, may_stay_unread: see `connect`.
+        config: see `connect`.
+        may_stay_unread: source tensors that no destination needs to read.
         devices: device of each rank; see `planner.plan`.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in numbers], messages)
@@ -294,7 +289,6 @@ def rank_plan(
     layout = source.kind(rank)
     # Inference weights that are never released need no bound.
     limit = config.incremental_mb * MIB if config.release_weights else None
-    groups = {buffer.group for buffer in destination.kind(rank).buffers.values()}
     residency = Residency.of(job_plan.buckets, destination, rank, limit)
     verifier = None
     if config.verify != "off":
@@ -305,7 +299,7 @@ def rank_plan(
         job_plan,
         replicas,
         ValueRanges(rank, layout, destination.holdings.dtypes),
-        Incremental(job_plan.buckets, layout, groups, residency, frozen),
+        Incremental(job_plan.buckets, layout, residency, frozen),
         verifier,
         is_apart,
     )
@@ -396,11 +390,11 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
     for host, host_reason in zip(job.hosts, gathered, strict=True):
         if host_reason:
             reasons.setdefault(host, host_reason)
-    if reasons and config.transport == SharedMemoryTransport.name:
+    if config.transport == SharedMemoryTransport.name:
         remedy = "Choose auto or collective, or give the permission"
-        problems = [f"{config.transport}, but {host_reason}" for host_reason in reasons.values()]
-        raise ConfigError(
-            [Violation(CONFIG_KEY, problem, remedy, code="no-peer-access") for problem in problems]
+        require_none(
+            Violation(CONFIG_KEY, f"shared_memory, but {problem}", remedy, code="no-peer-access")
+            for problem in reasons.values()
         )
     return reasons
 

@@ -122,14 +122,12 @@ class ShardingManager(Switch):
         with Ends() as undo, self._traced("set-up"):
             connection = connect(
                 job,
-                self.training,
+                trainer,
                 inference,
                 config,
                 undo,
-                may_stay_unread=trainer.unserved,
-                frozen=lambda: trainer.frozen,
-                source_side=training_side,
-                timed=self._tally.timed,
+                self._tally,
+                training_side,
             )
             self._check: LogprobCheck = LogprobCheck(
                 trainer, caches, job, config.check_compute, reference
@@ -428,7 +426,7 @@ class ShardingManager(Switch):
         with self._phase("compare"):
             if must_read or digests is None:
                 digests = incremental.digests(self.training.buffers())
-            reasons = incremental.reasons(digests, self.container.kept())
+            reasons = incremental.reasons(digests, self.container)
         flags = self.job.agreement.any_of(reasons, "compare")
         with self._phase("release"):
             selection = incremental.next(digests, flags)
@@ -478,7 +476,7 @@ class ShardingManager(Switch):
     def _release(self, selection: Selection) -> None:
         """Release the inference weights that this selection replaces."""
         self.has_written = True
-        self.container.release(self._of_rank.incremental.groups_of(selection.skipped))
+        self.container.release(self.container.groups_of(selection.skipped))
 
     def _release_inference(self) -> None:
         with self._phase("release"):

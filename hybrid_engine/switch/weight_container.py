@@ -71,9 +71,13 @@ class WeightContainer:
         self._router = router
         self._num_ranks = num_ranks
         buffers = weights.layout().buffers
-        self._groups = {
+        groups = {
             buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank
         }
+        # By bucket of the plan.
+        self._groups = [
+            [group for group in bucket.groups if group in groups] for bucket in plan.buckets
+        ]
         self._state = ContainerState.EMPTY
         # For messages: the current step of the fill, and the groups that it fills.
         self._step = ""
@@ -85,7 +89,7 @@ class WeightContainer:
         # Bucket index -> bucket whose messages start during its commit.
         self._following: Mapping[int, Bucket] = {}
         self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
-        incomplete = self._groups.difference(*(bucket.groups for bucket in plan.buckets))
+        incomplete = groups.difference(*self._groups)
         if incomplete:
             raise PlanError(
                 [
@@ -99,10 +103,21 @@ class WeightContainer:
     def state(self) -> ContainerState:
         return self._state
 
-    def kept(self) -> frozenset[str]:
-        """Return this rank's live groups: all of the last fill, or, if empty, those that stayed."""
-        live = frozenset(self._groups) if self._state is ContainerState.FILLED else self._kept
-        return live.intersection(self._weights.committed()) if live else live
+    def groups_of(self, buckets: Collection[int]) -> list[str]:
+        """Return this rank's groups of these buckets."""
+        return [group for index in sorted(buckets) for group in self._groups[index]]
+
+    def gone(self) -> list[bool]:
+        """Return by bucket whether a group of it is not live on this rank.
+
+        Live are the groups of the last fill, or, if the container is empty, those that stayed,
+        unless the engine has voided them.
+        """
+        is_filled = self._state is ContainerState.FILLED
+        live = set(self._weights.committed())
+        if not is_filled:
+            live &= self._kept
+        return [not live.issuperset(groups) for groups in self._groups]
 
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
         """Prepare the next `fill` on this rank. No collective.
@@ -111,7 +126,7 @@ class WeightContainer:
         notify ranks that are already filling.
 
         Args:
-            skipped: indexes of buckets to leave out, on all ranks; their groups must be `kept`.
+            skipped: indexes of buckets to leave out, on all ranks; their groups must have stayed.
             whole: send no deltas, on all ranks: one may not hold the previous weights.
 
         Raises StateError unless empty, and if an earlier fill was interrupted while it notified the
@@ -130,13 +145,7 @@ class WeightContainer:
                 "The job cannot go on; the training weights are whole",
                 code="interrupted-twice",
             )
-        left_out = [self._plan.buckets[index] for index in skipped]
-        gone = [
-            group
-            for bucket in left_out
-            for group in self._own_groups(bucket)
-            if group not in self._kept
-        ]
+        gone = [group for group in self.groups_of(skipped) if group not in self._kept]
         if gone:
             raise StateError(
                 f"groups {first_of(gone, _NUM_NAMED)} were not kept: "
@@ -161,8 +170,8 @@ class WeightContainer:
         )
         counts["bytes_skipped"] = sum(
             transfer.nbytes
-            for bucket in left_out
-            for transfer in bucket.counted()
+            for index in skipped
+            for transfer in self._plan.buckets[index].counted()
             if transfer.dst_rank == self._router.rank
         )
         self._router.num_met = 0
@@ -240,9 +249,6 @@ class WeightContainer:
         self._kept = kept
         self._state = ContainerState.EMPTY
 
-    def _own_groups(self, bucket: Bucket) -> list[str]:
-        return [group for group in bucket.groups if group in self._groups]
-
     def _fill_bucket(
         self,
         bucket: Bucket,
@@ -251,7 +257,7 @@ class WeightContainer:
         verification: Verification | None,
     ) -> None:
         costs = self._costs
-        groups = self._own_groups(bucket)
+        groups = self._groups[bucket.index]
         self._filling = groups
 
         def begin(phase: str) -> str:
