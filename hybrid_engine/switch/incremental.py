@@ -93,8 +93,7 @@ class Incremental:
         # switch, so frozen buckets stay first.
         self._num_changes = [int(not unchanging.issuperset(bucket.tensors)) for bucket in buckets]
         self._delivered: Digests | None = None
-        # Departure of the parameters from the device, and their digests before it.
-        self._departed: tuple[object | None, Digests] = (None, ())
+        self._departure: object | None = None  # of the delivered weights from the device
         self.everything = self._selection((), frozenset(), whole=True)
 
     def digests(self, buffers: FlatBuffers) -> Digests:
@@ -110,14 +109,13 @@ class Incremental:
             for runs in self._runs
         ]
 
-    def note_departure(self, departure: object | None, selection: Selection) -> None:
-        """Record that this selection's weights left unchanged, by `Offloader.departure`."""
-        self._departed = (departure, selection.digests)
+    def note_departure(self, departure: object | None) -> None:
+        """Record that the delivered weights left unchanged, by `Offloader.departure`."""
+        self._departure = departure
 
     def digests_since(self, departure: object | None) -> Digests | None:
-        """Return digests of parameters that are off the device since `departure`, else None."""
-        noted, digests = self._departed
-        return digests if departure is not None and departure is noted else None
+        """Return the delivered digests if these weights are off the device since `departure`."""
+        return self._delivered if departure is not None and departure is self._departure else None
 
     def reasons(self, digests: Digests, container: WeightContainer) -> list[bool]:
         """Return this rank's reasons to send, as flags.

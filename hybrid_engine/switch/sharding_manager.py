@@ -235,8 +235,7 @@ class ShardingManager(Switch):
             self._late_kinds = frozenset()
         self._offload(_ALL_KINDS - wanted)
         if selection is not None:
-            departure = self.offloader.departure("param")
-            self._of_rank.incremental.note_departure(departure, selection)
+            self._of_rank.incremental.note_departure(self.offloader.departure("param"))
         self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.IDLE:
             # Others may use the device: a critic trains.
@@ -276,10 +275,11 @@ class ShardingManager(Switch):
         if self.config.suspend_communicators and not self._keeps_serving:
             with self._phase("suspend"):
                 self._tally.counts["bytes_suspended"] = self._communicators.suspend()
-        if self._keeps_serving:
+        if self._keeps_serving or self.config.incremental != "off":
             # As late as possible: servers answer requests with these weights until now.
             with self._phase("release"):
-                self._release(selection)
+                self.has_written = True
+                self.container.release(self.container.groups_of(selection.skipped))
 
         with ExitStack() as observing:
             with self._phase("begin"):
@@ -412,7 +412,7 @@ class ShardingManager(Switch):
                 self._communicators.resume()
 
     def _next_selection(self) -> Selection:
-        """Agree on the buckets that all ranks send; onload parameters to send, and make room."""
+        """Agree on the buckets that all ranks send, and onload parameters to send."""
         incremental = self._of_rank.incremental
         if self.config.incremental == "off":
             self._bring_parameters()
@@ -428,10 +428,7 @@ class ShardingManager(Switch):
                 digests = incremental.digests(self.training.buffers())
             reasons = incremental.reasons(digests, self.container)
         flags = self.job.agreement.any_of(reasons, "compare")
-        with self._phase("release"):
-            selection = incremental.next(digests, flags)
-            if not self._keeps_serving:
-                self._release(selection)
+        selection = incremental.next(digests, flags)
         if not must_read and len(selection.skipped) < len(self.plan.buckets):
             self._bring_parameters()
         return selection
@@ -472,11 +469,6 @@ class ShardingManager(Switch):
     @property
     def _keeps_serving(self) -> bool:
         return self._of_rank.is_apart and not self.config.release_weights
-
-    def _release(self, selection: Selection) -> None:
-        """Release the inference weights that this selection replaces."""
-        self.has_written = True
-        self.container.release(self.container.groups_of(selection.skipped))
 
     def _release_inference(self) -> None:
         with self._phase("release"):
