@@ -47,7 +47,7 @@ from hybrid_engine.ranks.agreement import first_to_have
 from hybrid_engine.ranks.rank_tree import TreeShape
 from hybrid_engine.records.holdings import SideLayout, first_members, rank_classes
 from hybrid_engine.records.sides import Side, layout_messages
-from hybrid_engine.switch.setup import Offer, rank_plan
+from hybrid_engine.switch.setup import rank_plan
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import DEEPSEEK_V3
 
@@ -174,7 +174,7 @@ def _write_messages(name: str, ranks: int, directory: Path) -> tuple[list[str], 
     destination = share_messages(
         # vLLM's layout is the same with a written table
         inference_side(table_for(setup.model), InferenceParallelism(ranks, tensor=8, expert=8)),
-        (encode(Offer(True, [])),),
+        (encode([]),),
     )
     for side, shared in (("source", source), ("destination", destination)):
         np.save(directory / f"{side}.npy", np.array(shared.numbers))
@@ -205,7 +205,15 @@ def measure(
     shared_destination = _read_messages(directory, "destination")
     started = time.process_time()
     source = Side.from_messages(*shared_source)
-    result = rank_plan(rank, hosts, source, *shared_destination, GenerateConfig(), unserved)
+    result = rank_plan(
+        rank,
+        hosts,
+        source,
+        *shared_destination,
+        GenerateConfig(),
+        unserved,
+        sharing_hosts=set(hosts),
+    )
     # in a job this rank also encodes the layouts of its adaptors
     for layout in (source.kind(rank), result.destination.kind(rank)):
         layout_messages(layout)

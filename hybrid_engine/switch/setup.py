@@ -28,7 +28,7 @@ from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, TransportError, Violation, require_none
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, is_elastic, reading
-from hybrid_engine.messages import Record, decode, encode
+from hybrid_engine.messages import decode, encode
 from hybrid_engine.planning.buckets import Residency, frozen_everywhere
 from hybrid_engine.planning.plan import Costs, ReshardPlan, rounding_faults
 from hybrid_engine.planning.planner import plan
@@ -106,18 +106,6 @@ class Connection:
     fence_group: RankGroup
 
 
-class Offer(Record, frozen=True):
-    """Properties of a rank that the plan needs in addition to its layouts; equal for most ranks.
-
-    Attributes:
-        can_relay: this rank can receive messages for other ranks of its host, and share them.
-        frozen: tensors of this rank that no optimizer step changes.
-    """
-
-    can_relay: bool
-    frozen: list[str]
-
-
 def gather_side(job: Job, weights: WeightAdaptor) -> Side:
     """Gather one side's layouts from all ranks.
 
@@ -163,17 +151,15 @@ def connect(
             buffers = trainer.weights.buffers()
             _require_device(job, buffers)
         reasons = hosts_without_access(job, config, fence_group)
-        shares_memory = job.hosts[job.rank] not in reasons
+        shares_memory = not reasons.get(job.hosts[job.rank])
         # One rank per host logs; so does a rank without training weights, because its log may be a
         # server's.
         is_first_of_host = job.rank == job.hosts.index(job.hosts[job.rank])
         if config.transport == "auto" and (not buffers or is_first_of_host):
             _log_transports(job, reasons)
         with job.agreement.phase("layout"):
-            can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
             unchanging = trainer.frozen if config.incremental != "off" else ()
-            offer = Offer(can_relay, sorted(unchanging))
-            records = (*layout_messages(destination.layout()), encode(offer))
+            records = (*layout_messages(destination.layout()), encode(sorted(unchanging)))
         if source_side is None:
             source_side = gather_side(job, trainer.weights)
         numbers, messages = job.agreement.share(records, "exchange of layouts")
@@ -188,6 +174,7 @@ def connect(
                 config,
                 trainer.unserved,
                 job.devices,
+                set(job.hosts) - reasons.keys(),
             )
             relays = RelayBuffers(job.rank, rank_part.plan.relays, job.device)
             pulled = pulled_buffers(job.rank, rank_part.plan, config.transport)
@@ -233,19 +220,22 @@ def rank_plan(
     config: GenerateConfig,
     may_stay_unread: Collection[str] = (),
     devices: Sequence[str] = (),
+    sharing_hosts: Collection[str] = (),
 ) -> RankPlan:
     """Plan for one rank, without a collective. Raises PlanError, MessageError.
 
     Args:
         rank: global rank.
-        hosts: host of each rank. A host relays if all of its ranks can.
+        hosts: host of each rank.
         source: training layouts of all ranks.
         numbers: per rank, indexes into `messages`: names and records of its inference layout, and
-            its `Offer`.
+            names of its tensors that no optimizer step changes.
         messages: distinct messages that the ranks shared.
         config: see `connect`.
         may_stay_unread: source tensors that no destination needs to read.
         devices: device of each rank; see `planner.plan`.
+        sharing_hosts: hosts whose ranks read each other's memory. With transport "auto" they relay:
+            a rank receives messages for others.
     """
     destination = Side.from_messages([of_rank[:2] for of_rank in numbers], messages)
     replicas = Replicas(source, rank)
@@ -258,14 +248,12 @@ def rank_plan(
         if faults:
             raise PlanError(faults)
 
-    offer_numbers = [of_rank[2] for of_rank in numbers]
-    decoded = {number: decode(messages[number], Offer) for number in set(offer_numbers)}
-    offers = [decoded[number] for number in offer_numbers]
-    cannot_relay = {host for host, offer in zip(hosts, offers, strict=True) if not offer.can_relay}
-    # Ranks with equal layouts and offers count once.
-    distinct = set(zip(source.kind_of.tolist(), offer_numbers, strict=True))
+    unchanging = [of_rank[2] for of_rank in numbers]
+    names = {number: decode(messages[number], list[str]) for number in set(unchanging)}
+    # Ranks that hold and train the same count once.
+    distinct = set(zip(source.kind_of.tolist(), unchanging, strict=True))
     frozen = frozen_everywhere(
-        (source.kinds[kind].tensors, decoded[number].frozen) for kind, number in distinct
+        (source.kinds[kind].tensors, names[number]) for kind, number in distinct
     )
     job_plan = plan(
         source,
@@ -274,7 +262,7 @@ def rank_plan(
         config.bucket_mb * MIB,
         may_stay_unread,
         rank=rank,
-        relaying_hosts=set(hosts) - cannot_relay,
+        relaying_hosts=sharing_hosts if config.transport == "auto" else (),
         frozen=frozen,
         devices=devices,
     )
@@ -370,6 +358,8 @@ _PHASE = "peer access"
 def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> Mapping[str, str]:
     """Return hosts on which a rank cannot read another rank's memory -> the first reason.
 
+    It is "" if the device of a rank has no memory that others can read.
+
     Collective. All ranks return the same. Raises ConfigError on all ranks if `config.transport`
     requires such access.
     """
@@ -385,16 +375,17 @@ def hosts_without_access(job: Job, config: GenerateConfig, group: RankGroup) -> 
     with job.agreement.phase(_PHASE):
         reason = reason or _obstacle(job, handles)
     # `probe` lives until every rank has read it: this gather comes after all reads.
-    gathered: Sequence[str] = job.agreement.gather(reason, str, _PHASE)
+    own_access = (is_elastic(job.device), reason)
+    gathered = job.agreement.gather(own_access, tuple[bool, str], _PHASE)
     reasons: dict[str, str] = {}
-    for host, host_reason in zip(job.hosts, gathered, strict=True):
-        if host_reason:
-            reasons.setdefault(host, host_reason)
+    for host, (can_share, obstacle) in zip(job.hosts, gathered, strict=True):
+        if obstacle or not can_share:
+            reasons[host] = reasons.get(host) or obstacle
     if config.transport == SharedMemoryTransport.name:
         remedy = "Choose auto or collective, or give the permission"
         require_none(
             Violation(CONFIG_KEY, f"shared_memory, but {problem}", remedy, code="no-peer-access")
-            for problem in reasons.values()
+            for problem in filter(None, reasons.values())
         )
     return reasons
 
@@ -408,7 +399,7 @@ def _log_transports(job: Job, reasons: Mapping[str, str]) -> None:
             reason,
         )
         return
-    if not is_elastic(job.device):
+    if host in reasons:
         return
     ranks = [rank for rank, other in enumerate(job.hosts) if other == host]
     num_remote = job.world_size - len(ranks)
