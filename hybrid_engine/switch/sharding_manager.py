@@ -313,8 +313,8 @@ class ShardingManager(Switch):
             gbps = DEVICE_GBPS.get(torch.cuda.get_device_name(), {})
         self._tally.add_fill(fill, gbps, ballot.number)
         if verification is not None:
-            self._tally.counts.update(verification.conclude())
-            self._tally.seconds |= verification.seconds
+            verification.conclude()
+            self._tally.add(verification.costs)
         of_rank.incremental.note(selection)
         return selection
 
@@ -485,8 +485,6 @@ class ShardingManager(Switch):
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
         if not self._keeps_serving:
             self.has_written = True
-        if self.has_written:
-            self._of_rank.incremental.forget()
         try:
             with self.job.agreement.phase("restore"):
                 if self.has_written:

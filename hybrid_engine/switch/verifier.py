@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import WeightError
-from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.planning.plan import Bucket, Costs
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import box_digests, text_digest
 from hybrid_engine.ranks.job import Job
@@ -120,7 +120,7 @@ class Verification:
 
     Attributes:
         tensors: canonical tensors to compare; only those that are sent are compared.
-        seconds: time for digests and comparison. The engine's own proof counts as commit.
+        costs: of digests and comparison. The engine's own proof counts as commit.
     """
 
     def __init__(self, verifier: Verifier, job: Job, tensors: frozenset[str]) -> None:
@@ -130,19 +130,18 @@ class Verification:
         self._source: list[tuple[Shard, int]] = []
         self._destination: list[tuple[Shard, int]] = []
         self._sent: set[str] = set()
-        self._nbytes = 0
-        self._num_tensors = 0
-        self.seconds: dict[str, float] = {}
+        self.costs = Costs()
         self._findings: list[str] = []
 
     def filled(self, bucket: Bucket, source: FlatBuffers, destination: FlatBuffers) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
-        with timed_span(self.seconds, "verify"):
+        with timed_span(self.costs.seconds, "verify"):
             verifier = self._verifier
             names = [name for name in bucket.tensors if name in self.tensors]
             verifier.compared.difference_update(bucket.tensors)
             self._sent.update(names)
-            self._num_tensors += len(names)
+            counts = self.costs.counts
+            counts["tensors_verified"] += len(names)
             sources = [part for name in names for part in verifier.source[name]]
             destinations = [part for name in names for part in verifier.destination[name]]
             # A single call for both sides, because each call waits for the device.
@@ -150,7 +149,7 @@ class Verification:
             boxes = views_of(source, sources) + views_of(destination, destinations)
             dtypes = [getattr(torch, verifier.dtypes[part.region.tensor]) for part in parts]
             digested = list(zip(parts, box_digests(boxes, dtypes), strict=True))
-            self._nbytes += sum(box.nbytes for box in boxes)
+            counts["bytes_verified"] += sum(box.nbytes for box in boxes)
             self._source += digested[: len(sources)]
             self._destination += digested[len(sources) :]
 
@@ -160,31 +159,29 @@ class Verification:
         Training's have not changed since, and the engine proves that it holds them (`unproven`).
         """
         names = {name for bucket in buckets for name in bucket.tensors}
-        self._num_tensors += len(names & self.tensors & self._verifier.compared)
+        names &= self.tensors & self._verifier.compared
+        self.costs.counts["tensors_verified"] += len(names)
 
     def unproven(self, finding: str) -> None:
         """Record a mismatch that the engine detected; `conclude` raises it."""
         self._findings.append(finding)
 
-    def conclude(self) -> dict[str, int]:
-        """Compare, and return the fields of `ReshardReport` about it. Collective.
+    def conclude(self) -> None:
+        """Compare. Collective.
 
         Raises WeightError with every mismatch on this rank, RemoteError with those of other ranks.
         """
-        with timed_span(self.seconds, "verify"):
+        with timed_span(self.costs.seconds, "verify"):
             rows = [_ROW.pack(_key_of(part.region), digest) for part, digest in self._source]
             message = b"".join(rows)
             messages = self._job.agreement.gather(message, bytes, "verify", sys.maxsize)
+            received = sum(map(len, messages)) - len(message)
+            self.costs.counts["bytes_of_digests"] = received
             with self._job.agreement.phase("verify"):
                 self._compare(messages)
                 if self._findings:
                     raise WeightError(self._findings)
         self._verifier.compared |= self._sent
-        return {
-            "tensors_verified": self._num_tensors,
-            "bytes_verified": self._nbytes,
-            "bytes_of_digests": sum(map(len, messages)) - len(message),
-        }
 
     def _compare(self, messages: Sequence[bytes]) -> None:
         """Compare this rank's regions with the rows of all ranks that train them."""
