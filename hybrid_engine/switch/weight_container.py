@@ -88,7 +88,8 @@ class WeightContainer:
         self._buckets: Sequence[Bucket] = ()  # buckets of the fill, without skipped ones
         # Bucket index -> bucket whose messages start during its commit.
         self._following: Mapping[int, Bucket] = {}
-        self._kept: frozenset[str] = frozenset()  # groups that stayed at the last release
+        # Groups of the last fill, or those that stayed at the release after it.
+        self._live: frozenset[str] = frozenset()
         incomplete = groups.difference(*self._groups)
         if incomplete:
             raise PlanError(
@@ -108,15 +109,8 @@ class WeightContainer:
         return [group for index in sorted(buckets) for group in self._groups[index]]
 
     def gone(self) -> list[bool]:
-        """Return by bucket whether a group of it is not live on this rank.
-
-        Live are the groups of the last fill, or, if the container is empty, those that stayed,
-        unless the engine has voided them.
-        """
-        is_filled = self._state is ContainerState.FILLED
-        live = set(self._weights.committed())
-        if not is_filled:
-            live &= self._kept
+        """Return by bucket whether a group of it is not live, or voided by the engine."""
+        live = self._live.intersection(self._weights.committed())
         return [not live.issuperset(groups) for groups in self._groups]
 
     def begin(self, skipped: Collection[int] = (), *, whole: bool = True) -> None:
@@ -145,7 +139,7 @@ class WeightContainer:
                 "The job cannot go on; the training weights are whole",
                 code="interrupted-twice",
             )
-        gone = [group for group in self.groups_of(skipped) if group not in self._kept]
+        gone = [group for group in self.groups_of(skipped) if group not in self._live]
         if gone:
             raise StateError(
                 f"groups {first_of(gone, _NUM_NAMED)} were not kept: "
@@ -206,6 +200,7 @@ class WeightContainer:
             self._is_in_step = self._num_ranks == 1
             self._has_begun = False
             self._state = ContainerState.PARTIAL
+            self._live = frozenset()
             self._router.prepare()
             for bucket in self._buckets:
                 with span("bucket", index=bucket.index, bytes=bucket.nbytes):
@@ -229,6 +224,7 @@ class WeightContainer:
                 "The inference weights are partly filled; release() them",
                 code="fill-failed",
             ) from error
+        self._live = frozenset(self.groups_of(range(len(self._groups))))
         self._state = ContainerState.FILLED
         return self._costs
 
@@ -238,15 +234,17 @@ class WeightContainer:
         `keep`: groups of this rank that may stay unchanged; after a failed fill none stays.
         """
         self._has_begun = False
-        if self._state is ContainerState.EMPTY and self._kept.issubset(keep):
+        if self._state is ContainerState.EMPTY and self._live.issubset(keep):
             return
-        kept = frozenset() if self._state is ContainerState.PARTIAL else frozenset(keep)
-        self._state = ContainerState.PARTIAL  # in case the engine's release fails midway
+        kept = self._live.intersection(keep)
+        # In case the engine's release fails midway.
+        self._live = frozenset()
+        self._state = ContainerState.PARTIAL
         if kept:
             self._weights.release(kept)
         else:
             self._weights.release()
-        self._kept = kept
+        self._live = kept
         self._state = ContainerState.EMPTY
 
     def _fill_bucket(
