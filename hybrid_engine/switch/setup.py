@@ -3,9 +3,9 @@
     1  gather_side    training layouts of all ranks, once: by assembly.py, which orders the ranks by
                       them, or here
     2  peer access    test on which hosts ranks can read each other's memory; not if ranks belong to
-                      several users, or GPUs cannot reach each other: these ranks send messages
-       share          inference layouts, and the hosts that can relay: they receive messages for
-                      many ranks once
+                      several users, or GPUs cannot reach each other: these ranks send messages. The
+                      other hosts can relay: they receive messages for many ranks once
+       share          inference layouts, and tensors that no optimizer step changes
     3  plan           on every rank from the same records; each rank keeps its part
     4  is_same        digests of the plans must be equal
        host_groups    handles of the buffers, relay buffers included, that other ranks of the host

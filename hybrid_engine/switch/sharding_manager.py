@@ -117,10 +117,9 @@ class ShardingManager(Switch):
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
         if config.suspend_communicators and job.device.type == "cuda" and trainer.process_groups:
             require_suspension("generate_config.suspend_communicators")
-        self._connection: Connection | None = None
         self._timeline = timeline_of(config.trace, job)
         with Ends() as undo, self._traced("set-up"):
-            connection = connect(
+            self._connection: Connection | None = connect(
                 job,
                 trainer,
                 inference,
@@ -132,7 +131,6 @@ class ShardingManager(Switch):
             self._check: LogprobCheck = LogprobCheck(
                 trainer, caches, job, config.check_compute, reference
             )
-            self._connection = connection
             self._ends = undo.pop_all()
             # The state stays, and its user may do without the guard.
             self._ends.callback(offloader.wait)

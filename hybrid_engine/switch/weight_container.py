@@ -90,13 +90,13 @@ class WeightContainer:
         self._following: Mapping[int, Bucket] = {}
         # Groups of the last fill, or those that stayed at the release after it.
         self._live: frozenset[str] = frozenset()
-        incomplete = groups.difference(*self._groups)
+        incomplete = sorted(groups.difference(*self._groups))
         if incomplete:
+            names = first_of(incomplete, _NUM_NAMED)
             raise PlanError(
                 [
-                    f"group {group!r} of rank {router.rank} is completed by no bucket; "
+                    f"no bucket completes groups {names} of rank {router.rank}; "
                     "build the plan from the layouts of this engine"
-                    for group in sorted(incomplete)
                 ]
             )
 

@@ -289,6 +289,5 @@ def test_no_fill_follows_an_interrupt_of_the_notification() -> None:
 
 def test_a_plan_that_does_not_complete_each_group_is_refused():
     plan = make_plan()
-    with pytest.raises(PlanError) as failure:
+    with pytest.raises(PlanError, match="no bucket completes groups group2, group3 of rank 0"):
         WeightContainer(Weights(0), ReshardPlan(plan.buckets[:1], (), ""), in_process_router(0))
-    assert [str(fault).split(" of ")[0] for fault in failure.value.findings] == ["group 'group2'", "group 'group3'"]
