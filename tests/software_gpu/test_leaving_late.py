@@ -17,7 +17,7 @@ from hybrid_engine.switch.states import State
 from hybrid_engine.tools.verify.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.trainer.worker import ActorHybridWorker
 from tests.gpu.sizes import SOFTWARE_GPU
-from tests.harness.errors import has_code
+from tests.harness.errors import refused
 from tests.harness.launch import Ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.ranks, pytest.mark.slow]
@@ -57,7 +57,7 @@ class Engines:
     def require_refused(self) -> None:
         for tensor in self.worker.train.guard.tensors():
             if tensor.is_cuda:
-                with pytest.raises(StateError, check=has_code("wrong-state")):
+                with refused(StateError, "wrong-state"):
                     tensor.sum()
 
     @property
@@ -136,7 +136,7 @@ def check_memory_is_not_written_before_it_is_taken(engines: Engines) -> None:
     engines.enter(State.INFER)
     with (
         mock.patch.object(engines.worker.inference._sleep_mode, "_leave", return_value=None),
-        pytest.raises(StateError, check=has_code("memory-in-use", "training")),
+        refused(StateError, "memory-in-use", "training"),
     ):
         engines.write_all_blocks()
     engines.enter(State.TRAIN)

@@ -23,7 +23,7 @@ from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
 from hybrid_engine.switch.states import State
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
 
@@ -301,7 +301,7 @@ def test_layers_that_differ_beyond_the_probe_are_refused_at_set_up(job: None) ->
         (ProbeLimits("the trainer splits sequences"), [CAP]),
     ):
         layers = LAYERS if differences[0] == WINDOW else {1: Attention(0.5, softcap=30.0)}
-        with pytest.raises(ComputationError, check=has_code("attention-differs", *differences, "Make the model")):
+        with refused(ComputationError, "attention-differs", *differences, "Make the model"):
             ProbedRig(limits, layers)
     ProbedRig(layers={0: Attention(0.5, window=22), 1: Attention(0.5)})  # masks none of 21 tokens
     ProbedRig(layers=LAYERS, check_compute="off")
@@ -315,7 +315,7 @@ def test_layers_that_differ_within_the_probe_are_causes(job: None) -> None:
     rig.manager.enter(TRAIN)
     rig = ProbedRig(limits, {0: LAYERS[1]}, {0: Attention(0.5, window=20)})
     rig.training.offset = 0.5
-    with pytest.raises(ComputationError, check=has_code("log-probabilities-differ", CAP.replace("layer 1", "layer 0"))):
+    with refused(ComputationError, "log-probabilities-differ", CAP.replace("layer 1", "layer 0")):
         rig.manager.enter(INFER)
 
 
@@ -346,7 +346,7 @@ def test_limits_that_one_side_alone_reads_are_refused(
     if not is_refused:
         ProbedRig(reads=reads)
         return
-    with pytest.raises(ConfigError, check=has_violations((key, code))):
+    with violated(ConfigError, (key, code)):
         ProbedRig(reads=reads)
 
 
@@ -441,10 +441,10 @@ def test_exact_allows_no_difference(job: None) -> None:
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
     rig.training.offset = 1e-6
-    with pytest.raises(ComputationError, check=has_code("log-probabilities-unequal", "38 of 38", "nats", "for CPUs")):
+    with refused(ComputationError, "log-probabilities-unequal", "38 of 38", "nats", "for CPUs"):
         rig.manager.enter(INFER)
     rig.assert_is(TRAIN)
-    with pytest.raises(ComputationError, check=has_code("cannot-compare", "splits sequences")):
+    with refused(ComputationError, "cannot-compare", "splits sequences"):
         ProbedRig(limits=ProbeLimits("the trainer splits sequences"), check_compute="exact")
 
 

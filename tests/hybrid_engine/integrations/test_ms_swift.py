@@ -22,7 +22,7 @@ import pytest
 from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import ms_swift as ours
 from hybrid_engine.integrations import require_tested
-from tests.harness.errors import has_code, has_violation, has_violations
+from tests.harness.errors import has_code, has_violations, refused, violated
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.integrations.installed import pretend_version
@@ -242,7 +242,7 @@ def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
 def test_adopts_settings_of_ms_swift(mixin: type[Mixin]) -> None:
     undo = ours.install(max_num_seqs=4, vllm={"block_size": 16})
     try:
-        with pytest.raises(StateError, check=has_code("installed-already")):
+        with refused(StateError, "installed-already"):
             ours.install()
         trainer = mixin()
         trainer._prepare_vllm()
@@ -252,7 +252,7 @@ def test_adopts_settings_of_ms_swift(mixin: type[Mixin]) -> None:
         assert config["vllm"] == {"trust_remote_code": True, "enable_prefix_caching": True, "block_size": 16}
         assert {getattr(trainer.args, name) for name in ("sleep_level", "offload_model", "offload_optimizer")} == {0}
         assert trainer.vllm_tensor_parallel_size == 1, "ms-swift must not gather prompts"
-        with pytest.raises(StateError, check=has_code("not-training", "trainer.train()")):
+        with refused(StateError, "not-training", "trainer.train()"):
             trainer._fast_infer([])
         plain = mixin(use_vllm=False)
         plain._prepare_vllm()
@@ -279,7 +279,7 @@ def test_unsupported_settings_are_refused(mixin: type[Mixin]) -> None:
 
 def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swift.megatron", SimpleNamespace())
-    with pytest.raises(ConfigError, check=has_violation("--external_plugins", "not-supported")):
+    with violated(ConfigError, ("--external_plugins", "not-supported")):
         ours.install()
 
 

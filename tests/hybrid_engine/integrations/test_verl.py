@@ -24,7 +24,7 @@ import pytest
 
 from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import require_tested
-from tests.harness.errors import has_code, has_violation, has_violations
+from tests.harness.errors import has_code, has_violation, has_violations, refused
 from tests.harness.launch import REPO_ROOT
 from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
 from tests.hybrid_engine.integrations.installed import pretend_version
@@ -264,14 +264,14 @@ def test_replicas_cannot_change(ours: Any) -> None:
     publisher.init_process_group(["http://127.0.0.1:1"])
     publisher.init_process_group(["http://127.0.0.1:2"])
     publisher.engine = object()
-    with pytest.raises(StateError, check=has_code("different-servers", "127.0.0.1:1", "127.0.0.1:2")):
+    with refused(StateError, "different-servers", "127.0.0.1:1", "127.0.0.1:2"):
         publisher.init_process_group(["http://127.0.0.1:1"])
 
 
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_version(monkeypatch, None)
     monkeypatch.delitem(sys.modules, OURS, raising=False)
-    with pytest.raises(DependencyError, check=has_code("needs-package", "verl is not installed")):
+    with refused(DependencyError, "needs-package", "verl is not installed"):
         import_module(OURS)
 
 

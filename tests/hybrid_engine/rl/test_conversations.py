@@ -30,7 +30,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode
 from hybrid_engine.rl import Conversation, converse
 from hybrid_engine.rl.losses import align_log_probs
-from tests.harness.errors import has_violation
+from tests.harness.errors import has_violation, violated
 from tests.hybrid_engine.rl.stand_ins import ALONE
 from tests.zoo.tokenizers import save_characters
 
@@ -391,7 +391,7 @@ def test_a_huge_reply_is_not_tokenized_whole(tokenizer: ModelTokenizer) -> None:
 def test_tools_need_a_template_that_reads_them(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     chat: Any = {"tools": [{"type": "function", "function": {"name": "add"}}]}
     prompts = [CHAT]
-    with pytest.raises(ArgumentError, check=has_violation("tools", "tools-not-read")):
+    with violated(ArgumentError, ("tools", "tools-not-read")):
         token_ids_of(prompts, tokenizer, chat=chat)
     save_characters(tmp_path, "{{ tools | length if tools else '' }}" + CHATML)
     assert token_ids_of(prompts, ModelTokenizer(str(tmp_path)), chat=chat)
@@ -465,7 +465,7 @@ def test_a_reply_that_takes_too_long_is_named(
     engine = Engine(tokenizer)
     engine.job = SimpleNamespace(**{**vars(ALONE), "timeout_seconds": 1.0})
     started = time.monotonic()
-    with pytest.raises(ArgumentError, check=has_violation("environment", code)):
+    with violated(ArgumentError, ("environment", code)):
         held(engine, lambda _: reply, max_tokens=9)
     assert time.monotonic() - started < 3
     assert len(held(Engine(tokenizer), reply_times, max_tokens=50)) == 2

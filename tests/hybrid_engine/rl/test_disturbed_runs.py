@@ -20,7 +20,7 @@ import pytest
 from hybrid_engine.errors import ArgumentError, ConfigError, FileError, HybridEngineError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.run_files import RunFiles
-from tests.harness.errors import has_violations
+from tests.harness.errors import violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.launch import on_engines
 from tests.hybrid_engine.rl.light_runs import ALONE, LightWorker, contents, run
@@ -182,7 +182,7 @@ def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> 
         (None, "changed", "cannot-change"),
         (new, "changed", "cannot-change"),
     ):
-        with pytest.raises(ConfigError, check=has_violations(tuple(refused))):
+        with violated(ConfigError, tuple(refused)):
             run(tmp_path, worker=worker, changed=changed, **new)
     run(tmp_path, worker=worker, changed=[*new, "actor_config.optimizer.clip_grad"], **new)
     assert (tmp_path / "run-until-000002.json").read_text() == settings
@@ -190,6 +190,6 @@ def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> 
 
 
 def test_a_column_that_no_row_has_is_refused_in_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, check=has_violations(("GrpoConfig.keep_best", "unknown-column"))):
+    with violated(ConfigError, ("GrpoConfig.keep_best", "unknown-column")):
         run(tmp_path, keep_best="acuracy")
     assert saved_step(tmp_path) == 1

@@ -20,7 +20,7 @@ from hybrid_engine.messages import encode
 from hybrid_engine.rl import GrpoConfig, Loop, train
 from hybrid_engine.rl.group_queue import GroupQueue
 from hybrid_engine.rl.run_files import Row
-from tests.harness.errors import has_code, has_violations
+from tests.harness.errors import refused, violated
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
@@ -148,7 +148,7 @@ def test_settings_that_cannot_draw_ahead_are_refused(changed: Values, key: str, 
     worker.config.generate_config = GenerateConfig(**SERVED)
     Loop(worker, "ab", lambda prompt, completion: 1.0, config)
     worker.config.generate_config = GenerateConfig(**{**SERVED, **changed})
-    with pytest.raises(ConfigError, check=has_violations((key, code))):
+    with violated(ConfigError, (key, code)):
         Loop(worker, "ab", lambda prompt, completion: 1.0, config)
 
 
@@ -166,7 +166,7 @@ def test_a_token_beyond_the_bound_is_an_error(tmp_path: Path) -> None:
     groups = [[Completion((7, 8), (-1.0, -1.0), "stop", versions=(4, 6))]]
     assert queue.staleness(groups) == [1, 0]
     queue._published = [6, 8]
-    with pytest.raises(GenerationError, check=has_code("too-stale", "version 4", "6, 8")):
+    with refused(GenerationError, "too-stale", "version 4", "6, 8"):
         queue.staleness(groups)
     damaged = tmp_path / "queue.msgpack"
     damaged.write_bytes(encode(([1], {4: 7})))

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.errors import ArgumentError, FileError
 from hybrid_engine.rl.prompt_source import is_stream, source_of
-from tests.harness.errors import has_violation, has_violations
+from tests.harness.errors import has_violation, violated
 
 
 class Stream:
@@ -76,7 +76,7 @@ def test_the_place_of_a_step_is_saved_after_later_steps_were_taken(tmp_path: Pat
 
 
 def test_an_empty_stream_is_refused() -> None:
-    with pytest.raises(ArgumentError, check=has_violations(("prompts", "no-prompts"))):
+    with violated(ArgumentError, ("prompts", "no-prompts")):
         source_of(Stream(0), 1, seed=0).take(1)
 
 
@@ -105,7 +105,7 @@ def test_a_place_that_cannot_be_read_again_is_refused_in_the_first_step() -> Non
         def state_dict(self) -> Any:
             return {"position": Stream(1)}
 
-    with pytest.raises(ArgumentError, check=has_violations(("prompts", "unsavable-place"))):
+    with violated(ArgumentError, ("prompts", "unsavable-place")):
         source_of(Opaque(3), 1, seed=0).take(1)
 
 

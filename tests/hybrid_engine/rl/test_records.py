@@ -32,7 +32,7 @@ from hybrid_engine.rl.step_metrics import require_exact
 from hybrid_engine.rl.stop_signals import SIGNALS, StopSignals
 from hybrid_engine.rl.trackers import SafeTracker, opened, tracker_violations
 from tests.examples.launched import Terminal as Screen
-from tests.harness.errors import has_code, has_violation
+from tests.harness.errors import has_violation, refused
 from tests.harness.launch import REPO_ROOT
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
@@ -213,7 +213,7 @@ def test_names_of_runs_can_be_read_again(tmp_path: Path, name: str) -> None:
     assert trackers._run_name(tmp_path / name) != first
     for damaged in (b"", b"../../etc-01234567", b"a\nb-01234567", b"\xff-01234567", b"x" * 10_000):
         (tmp_path / name / "tracker-run").write_bytes(damaged)
-        with pytest.raises(FileError, check=has_code("file-failed", "tracker-run")):
+        with refused(FileError, "file-failed", "tracker-run"):
             trackers._run_name(tmp_path / name)
 
 
@@ -305,8 +305,8 @@ def test_exact_rollouts_have_no_difference(log_prob: float, mask: int, numbers: 
     batch = {"mask": torch.ones(3, 4), "sampled_log_probs": drawn, "old_log_probs": drawn.clone()}
     batch["old_log_probs"][1, 2] = log_prob
     batch["mask"][1, 2] = mask
-    refused = pytest.raises(ComputationError, check=has_code("rollout-unequal", *numbers))
-    with refused if numbers else nullcontext():
+    unequal = refused(ComputationError, "rollout-unequal", *numbers)
+    with unequal if numbers else nullcontext():
         require_exact(batch, torch.device("cpu"))
 
 

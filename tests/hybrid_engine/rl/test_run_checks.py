@@ -18,7 +18,7 @@ import torch
 from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks, train
-from tests.harness.errors import has_violation, has_violations, violations_of
+from tests.harness.errors import has_violations, violated, violations_of
 from tests.hybrid_engine.rl.test_starting import MODEL, PROMPTS, start
 from tests.zoo.tokenizers import save_characters
 
@@ -111,7 +111,7 @@ def test_a_wrong_configuration_is_named_with_the_arguments() -> None:
 
 def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
     model = with_tokenizer(tmp_path / "model")
-    with pytest.raises(ConfigError, check=has_violation("prompts[0]", "invalid-prompt")):
+    with violated(ConfigError, ("prompts[0]", "invalid-prompt")):
         start(model=model, prompts=[[{"rolle": "user", "content": "x"}]])
     with pytest.raises(Exception, match="engines are built"):
         start(model=model, prompts=[CHAT], stop=("x",))
@@ -120,12 +120,12 @@ def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
 def test_a_full_disk_is_seen_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     out = tmp_path / "new" / "run"
-    with pytest.raises(ConfigError, check=has_violations(("out", "disk-full"))) as caught:
+    with violated(ConfigError, ("out", "disk-full")) as caught:
         start(out=out)
     assert str(tmp_path) in str(caught.value)
     # A run that is resumed replaces files; this one has lost its settings.
     (out / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, check=has_violations(("out", "not-a-run"))):
+    with violated(ConfigError, ("out", "not-a-run")):
         start(out=out)
 
 

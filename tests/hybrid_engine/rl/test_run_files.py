@@ -20,7 +20,7 @@ from hybrid_engine.rl import GrpoConfig, PpoConfig
 from hybrid_engine.rl.config import shared_engine_settings
 from hybrid_engine.rl.run_files import Progress, RunFiles
 from hybrid_engine.rl.trackers import Events
-from tests.harness.errors import has_code, has_violation, has_violations
+from tests.harness.errors import has_violation, has_violations, refused
 from tests.harness.values import Values
 
 SETTINGS: Values = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
@@ -197,9 +197,9 @@ def test_a_run_with_missing_checkpoints_is_refused(run: RunFiles) -> None:
 def test_a_row_too_long_to_be_read_is_not_written(run: RunFiles) -> None:
     rows = run.metrics.rows()
     too_long = {"step": 30, "text": "x" * (1 << 20)}
-    with pytest.raises(FileError, check=has_code("row-too-long", "metrics.jsonl", str((1 << 20) - 1))):
+    with refused(FileError, "row-too-long", "metrics.jsonl", str((1 << 20) - 1)):
         run.metrics.append(too_long)
-    with pytest.raises(FileError, check=has_code("row-too-long", "progress.json")):
+    with refused(FileError, "row-too-long", "progress.json"):
         run.complete(Progress(too_long))
     longest = {"step": 30, "text": "x" * ((1 << 20) - 26)}  # with JSON's characters and newline
     assert len(json.dumps(longest)) == (1 << 20) - 2
@@ -210,7 +210,7 @@ def test_a_row_too_long_to_be_read_is_not_written(run: RunFiles) -> None:
 
 def test_a_damaged_row_is_named(run: RunFiles) -> None:
     run.metrics.path.write_text('{"step": 0}\nno json\n{"step": 1}\n')
-    with pytest.raises(FileError, check=has_code("damaged-row", str(run.metrics.path), "line 2")):
+    with refused(FileError, "damaged-row", str(run.metrics.path), "line 2"):
         run.check(SETTINGS)
 
 
@@ -241,7 +241,7 @@ def test_a_symlinked_lock_is_not_followed(run: RunFiles, tmp_path: Path) -> None
     (tmp_path / "mine").write_text("precious")
     (run.out / "lock").unlink()
     (run.out / "lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileError, check=has_code("file-failed", str(run.out / "lock"))):
+    with refused(FileError, "file-failed", str(run.out / "lock")):
         run.lock()
     assert (tmp_path / "mine").read_text() == "precious"
 

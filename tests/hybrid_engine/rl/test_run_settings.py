@@ -16,7 +16,7 @@ from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
 from hybrid_engine.rl.rewards import NAMED_REWARDS, HeldOut, pass_at
 from hybrid_engine.rl.run_settings import RunSettings
-from tests.harness.errors import has_code, violated
+from tests.harness.errors import refused, violated
 from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.hybrid_engine.rl.stand_ins import ALONE
@@ -142,7 +142,7 @@ def test_rewards_by_name(answer: str, text: str, exact: float, equal: float) -> 
 def test_math_is_refused_where_it_cannot_be_interrupted() -> None:
     with ThreadPoolExecutor() as pool:
         called = pool.submit(NAMED_REWARDS["math"], {"answer": "1"}, SimpleNamespace(text="1"))
-    with pytest.raises(StateError, check=has_code("not-the-main-thread")):
+    with refused(StateError, "not-the-main-thread"):
         called.result()
 
 

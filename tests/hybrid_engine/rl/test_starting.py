@@ -15,7 +15,7 @@ from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, train
 from hybrid_engine.rl.run_files import Progress, RunFiles
-from tests.harness.errors import has_violation, has_violations
+from tests.harness.errors import has_violation, has_violations, violated
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.rl.stand_ins import ALONE
 
@@ -133,5 +133,5 @@ def test_another_model_is_refused_and_a_moved_model_accepted(tmp_path: Path) -> 
     with pytest.raises(Exception, match="engines are built"):
         start(out=tmp_path / "run", model=moved)
     (moved / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ConfigError, check=has_violation("model", "differs-from-run")):
+    with violated(ConfigError, ("model", "differs-from-run")):
         start(out=tmp_path / "run", model=moved)

@@ -19,7 +19,7 @@ from hybrid_engine.backends.vllm.tool_calls import ToolCall, ToolCallParser
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.rl import ToolEnvironment, by_name, converse
 from hybrid_engine.rl.user_callbacks import run_callbacks
-from tests.harness.errors import has_violation, has_violations
+from tests.harness.errors import has_violation, violated
 from tests.hybrid_engine.rl.test_conversations import CHATML, END, Engine
 from tests.zoo.tokenizers import save_characters
 
@@ -186,6 +186,6 @@ SCHEMA = {"type": "function", "function": {"name": "other"}}
 def test_unknown_parsers_and_tools_without_a_schema_are_refused(
     tools: Any, parser: str, violations: list[tuple[str, str]]
 ) -> None:
-    with pytest.raises(ArgumentError, check=has_violations(*violations)) as caught:
+    with violated(ArgumentError, *violations) as caught:
         ToolEnvironment(tools, parser)
     assert ("hermes" in str(caught.value)) == (parser == "hermse"), "the parser that was meant"
