@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from weakref import WeakSet
 
 import torch
@@ -24,7 +25,7 @@ from hybrid_engine.ports import ColocatedModel, Data, Trainer, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
-from hybrid_engine.switch.states import Hook, State, SwitchContexts
+from hybrid_engine.switch.states import Hook, State, Switch
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import Samplings
 
 
-class HybridEngine(SwitchContexts):
-    """Engine that trains and generates in turn with one set of weights. All methods are collective.
+class HybridEngine:
+    """Engine that trains and generates in turn with one set of weights.
+
+    All methods but those for hooks are collective. The `with` statement starts and shuts down.
 
     With a transformers model, which FSDP2 shards here, or which the caller has sharded (then
     without `train_config`):
@@ -81,7 +84,9 @@ class HybridEngine(SwitchContexts):
     train: Trainer
     inference: InferenceEngine
     config: HybridConfig
+    job: Job
     adapter: str | None = None
+    _sharding: Switch | None = None
 
     def __init__(
         self,
@@ -107,10 +112,6 @@ class HybridEngine(SwitchContexts):
                 compression_dtype=compression_dtype,
             )
             self.take_over(undo)
-
-    def on_reshard_end(self, hook: Hook) -> Hook:
-        """See the base class. `print` itself is called on rank 0 alone."""
-        return hook if hook is print and self.job.rank else super().on_reshard_end(hook)
 
     @classmethod
     def around(cls, make_trainer: Callable[[Job], Trainer], config: HybridConfig) -> HybridEngine:
@@ -196,6 +197,42 @@ class HybridEngine(SwitchContexts):
         owner.callback(self.sharding.close)
         # Model and optimizer belong to the caller, but left the device while vLLM was built.
         self.start()
+
+    @property
+    def sharding(self) -> Switch:
+        """The switch. Raises StateError after `shutdown`."""
+        if self._sharding is None:
+            raise StateError(
+                f"this {type(self).__name__} was shut down: build a new one", code="was-shut-down"
+            )
+        return self._sharding
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """Context for generation: vLLM has the weights, configured training state is offloaded."""
+        return self.sharding.entered(State.INFER)
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Context for training: training state is on the device, vLLM's weights are released."""
+        return self.sharding.entered(State.TRAIN)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Context for scoring: only parameters need to be on the device."""
+        return self.sharding.entered(State.FORWARD)
+
+    def start(self) -> None:
+        """Enter state TRAIN. Idempotent; the `with` statement and the first context call it."""
+        self.sharding.start()
+
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
+        return self.sharding.on_reshard_start(hook)
+
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(report)`, or `hook()`, after every successful switch.
+
+        `print` itself is called on rank 0 alone.
+        """
+        return hook if hook is print and self.job.rank else self.sharding.on_reshard_end(hook)
 
     def generate(
         self,
@@ -365,3 +402,28 @@ class HybridEngine(SwitchContexts):
         """
         self.ends.close()
         self._sharding = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException as error:
+            # Python does not call __exit__ if __enter__ raises.
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or self.job.is_inherited:
+            self.shutdown()
+            return
+        self.job.agreement.leave(error)
+        try:
+            self.shutdown()
+        except Exception as failure:
+            # The error that ended the block is raised; this one is only noted.
+            error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")

@@ -1,8 +1,7 @@
 """The switch between training and inference on one set of devices.
 
     sharding_manager.py   ShardingManager: order of a switch, recovery from failures
-      states.py             states, the training state that each needs, user hooks; the base class
-                            of HybridEngine and ActorHybridWorker, with `rollout_context` etc.
+      states.py             states, the training state that each needs, contexts and user hooks
       report.py             ReshardReport, and the tally from which it is built
     setup.py              set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   inference weights: empty -> filled bucket by bucket -> released

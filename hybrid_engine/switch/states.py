@@ -1,4 +1,4 @@
-"""States of the devices, training state that they need, and contexts and hooks for users."""
+"""States of the devices, training state that they need, and steps of a switch with its hooks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
@@ -313,75 +312,3 @@ def call_hooks(hooks: Iterable[Callable[..., object]], *arguments: Any) -> None:
         if inspect.Parameter.VAR_POSITIONAL in kinds:
             num_accepted = len(arguments)
         hook(*arguments[:num_accepted])
-
-
-class SwitchContexts(ABC):
-    """Base class of owners of a switch, `_sharding`; a context manager that starts and shuts down.
-
-    All methods but those for hooks are collective.
-    """
-
-    job: Job
-    _sharding: Switch | None = None
-
-    @property
-    def sharding(self) -> Switch:
-        """The switch. Raises StateError after `shutdown`."""
-        if self._sharding is None:
-            raise StateError(
-                f"this {type(self).__name__} was shut down: build a new one", code="was-shut-down"
-            )
-        return self._sharding
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Close everything that this object created. Idempotent."""
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException as error:
-            # Python does not call __exit__ if __enter__ raises.
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None or self.job.is_inherited:
-            self.shutdown()
-            return
-        self.job.agreement.leave(error)
-        try:
-            self.shutdown()
-        except Exception as failure:
-            # The error that ended the block is raised; this one is only noted.
-            error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")
-
-    def rollout_context(self) -> AbstractContextManager[None]:
-        """Context for generation: vLLM has the weights, configured training state is offloaded."""
-        return self.sharding.entered(State.INFER)
-
-    def train_context(self) -> AbstractContextManager[None]:
-        """Context for training: training state is on the device, vLLM's weights are released."""
-        return self.sharding.entered(State.TRAIN)
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Context for scoring: only parameters need to be on the device."""
-        return self.sharding.entered(State.FORWARD)
-
-    def start(self) -> None:
-        """Enter state TRAIN. Idempotent; the `with` statement and the first context call it."""
-        self.sharding.start()
-
-    def on_reshard_start(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(from_state, to_state)`, or `hook()`, before every switch."""
-        return self.sharding.on_reshard_start(hook)
-
-    def on_reshard_end(self, hook: Hook) -> Hook:
-        """Decorator: call `hook(report)`, or `hook()`, after every successful switch."""
-        return self.sharding.on_reshard_end(hook)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import on_engines
 from tests.zoo import sharded_models, workers
 
@@ -26,7 +25,7 @@ Change = Callable[[], Undo]
 ROLLOUT = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}
 
 
-def outcome(engine: SwitchContexts, change: Change) -> str:
+def outcome(engine: HybridEngine, change: Change) -> str:
     """Return the code of the error of a switch after a change; else whether both sides were compared."""
     with engine.train_context():
         undo = change()
@@ -94,7 +93,7 @@ def stepped(model: Any) -> Change:
 
 
 @contextmanager
-def with_fsdp(directory: Path, shard: bool) -> Iterator[tuple[SwitchContexts, dict[str, Change]]]:
+def with_fsdp(directory: Path, shard: bool) -> Iterator[tuple[HybridEngine, dict[str, Change]]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = sharded_models.from_config(directory)
@@ -116,7 +115,7 @@ def with_fsdp(directory: Path, shard: bool) -> Iterator[tuple[SwitchContexts, di
 
 
 @contextmanager
-def with_megatron(directory: Path) -> Iterator[tuple[SwitchContexts, dict[str, Change]]]:
+def with_megatron(directory: Path) -> Iterator[tuple[HybridEngine, dict[str, Change]]]:
     worker = workers.build_worker(directory, {}, {})
     try:
         (chunk,) = worker.train.chunks

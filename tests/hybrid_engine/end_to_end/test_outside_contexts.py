@@ -18,7 +18,6 @@ from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import on_engines
 from tests.zoo import sharded_models, workers
 
@@ -38,7 +37,7 @@ def refusals(calls: Calls) -> dict[str, str]:
     return messages
 
 
-def check(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> None:
+def check(engine: HybridEngine, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> None:
     """Check calls in a rollout, after it, and in `train_context`."""
     with engine.train_context():
         before = [tensor.clone() for tensor in state()]

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 
 import torch
 
+from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.states import SwitchContexts
 from tests.harness.launch import on_ranks
 from tests.hybrid_engine.tools.programs import run_python
 
@@ -36,7 +36,7 @@ sys.exit(0)  # in the child too
 """
 
 
-class Owner(SwitchContexts):
+class Owner(HybridEngine):
     """Owner of a job and of a group unknown to torch."""
 
     def __init__(self) -> None:

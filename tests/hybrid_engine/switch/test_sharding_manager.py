@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError, StateError, WeightError
+from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import own_device
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.states import State, SwitchContexts, call_hooks
+from hybrid_engine.switch.states import State, call_hooks
 from tests.harness.errors import refused
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig
@@ -334,7 +335,7 @@ def test_an_idle_context_inside_another_frees_the_device(rig: Rig, outer: State)
 
 def test_a_block_that_ends_without_an_error_leaves_no_job():
     owner = mock.Mock(**{"job.is_inherited": False})
-    SwitchContexts.__exit__(owner, None, None, None)
+    HybridEngine.__exit__(owner, None, None, None)
     owner.job.agreement.leave.assert_not_called()
 
 
