@@ -55,9 +55,9 @@ def prepare_process() -> GatedFormat:
     if not hasattr(internals.TRANSFER_ENGINE.load(), "start_weight_update"):
         replaced_methods.correct_workers()
     if current_platform.is_cpu():
-        from hybrid_engine.backends.vllm.cpu import seeded_draws
+        from hybrid_engine.backends.vllm.cpu import cpu_worker
 
-        seeded_draws.correct_workers()
+        cpu_worker.correct_workers()
     return GatedFormat(NAME)
 
 

@@ -13,9 +13,8 @@
     completing.py       calls for completions over any engine: checks, seeds, shares of the ranks
     requests.py         requests and completions in vLLM's terms; no request outlives its call
     lora.py             LoRA from memory, and LoRA that arrives with a switch
-    quantised_layers.py which layers a quantization method has left as they are
-    live_attention.py   windows, scales and rotations of vLLM's layers
-    routes.py           experts that vLLM's routers select
+    live_layers.py      windows, scales and rotations of vLLM's layers, and experts that its routers
+                        select
     native_load.py      weights that vLLM itself loads from a checkpoint, for comparison
     stock.py            vLLM without this backend's load format, observed for `certify`
     internals.py        every private name of vLLM and torch that is used here, with the reason

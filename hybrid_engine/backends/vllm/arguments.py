@@ -171,7 +171,7 @@ def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[st
     if kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
     if generate.router_replay and device_type != "cpu":
-        # For a CPU, see cpu/route_capture.py.
+        # For a CPU, see cpu/cpu_worker.py.
         arguments["enable_return_routed_experts"] = True
     if settings.max_loras:
         arguments |= {

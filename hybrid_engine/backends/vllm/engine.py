@@ -42,7 +42,11 @@ from hybrid_engine.backends.vllm.completing import (
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, TokenIds
 from hybrid_engine.backends.vllm.images import image_refusal, noise_chat
-from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
+from hybrid_engine.backends.vllm.live_layers import (
+    captured_routes,
+    live_attention,
+    require_positions,
+)
 from hybrid_engine.backends.vllm.lora import DeliveredLoras
 from hybrid_engine.backends.vllm.process_state import (
     ProcessSettings,
@@ -50,7 +54,6 @@ from hybrid_engine.backends.vllm.process_state import (
     random_state_kept,
 )
 from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids
-from hybrid_engine.backends.vllm.quantised_layers import require_quantised
 from hybrid_engine.backends.vllm.requests import (
     Request,
     abandon,
@@ -67,10 +70,10 @@ from hybrid_engine.backends.vllm.requests import (
     sampling_params,
     zero_caches,
 )
-from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
 from hybrid_engine.backends.vllm.weights.loader import capturing
+from hybrid_engine.backends.vllm.weights.postload import require_quantised
 from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
@@ -501,9 +504,9 @@ class InferenceEngine(CompletingEngine):
             ):
                 llm = LLM(**llm_arguments)
                 if self.settings.generate.router_replay and self._device_type == "cpu":
-                    from hybrid_engine.backends.vllm.cpu import route_capture
+                    from hybrid_engine.backends.vllm.cpu import cpu_worker
 
-                    route_capture.attach(llm)
+                    cpu_worker.attach(llm)
         return llm, models
 
     def _quantization(self) -> str | None:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.live_attention import require_positions
+from hybrid_engine.backends.vllm.live_layers import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
-from hybrid_engine.backends.vllm.quantised_layers import is_quantised
+from hybrid_engine.backends.vllm.weights.postload import is_quantised
 from hybrid_engine.backends.vllm.weights.traced_model import (
     matrices_of_modules,
     trace_without_memory,

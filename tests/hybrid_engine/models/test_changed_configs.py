@@ -37,7 +37,7 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.assembly import inference_settings
 from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.cpu.cpu_worker import _on_rows
-from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
+from hybrid_engine.backends.vllm.live_layers import live_attention, require_positions
 from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory

@@ -1,19 +1,141 @@
-"""vLLM's CPU worker, isolated from its process. vLLM imports this module by the class's name."""
+"""vLLM's CPU worker, isolated from its process, and its steps where vLLM 0.32 gets them wrong.
+
+vLLM imports this module by the class's name. Three things differ on a CPU:
+
+Draws of seeded requests. A prompt may be computed in parts. After each part vLLM draws a token,
+drops it, and moves the request's generator back. torch's CPU generators cannot be moved, and vLLM's
+engine ends with "CPU Generator does not use offset". Here such tokens are drawn with spare
+generators, and those of the requests stay where they are.
+
+Drafts. vLLM accepts them by the temperatures of their requests, which its CPU kernel writes to a
+copy of uninitialised memory. Here torch expands them from requests to tokens.
+
+Experts of each token (`generate_config.router_replay`). vLLM returns them from its second model
+runner only, which needs Triton. The CPU build has none, so `RouteCapture` makes the calls of that
+runner to vLLM's own capture, around the steps of the first.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.cpu.route_capture import RouteCapture
-from hybrid_engine.backends.vllm.cpu.seeded_draws import corrected
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
+
+_patches = ExitStack()
+"""Keeps vLLM's method replaced for the life of the process."""
+
+
+class _SpareGenerator(torch.Generator):
+    """A generator of tokens that are dropped; moving it has no effect."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+def corrected(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
+
+    @functools.wraps(sample_tokens)
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = self.model_runner
+        batch = runner.input_batch
+        dropped = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        generators = {row: batch.generators[row] for row in dropped if row in batch.generators}
+        batch.generators.update({row: _SpareGenerator() for row in generators})
+        try:
+            with internals.EXPAND.replaced(lambda _: _by_token):
+                return sample_tokens(self, *args, **kwargs)
+        finally:
+            batch.generators.update(generators)
+
+    return sample
+
+
+def _by_token(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Return a value per drafted token, from one per request; `ends` counts tokens up to each."""
+    nums = ends.diff(prepend=ends.new_zeros(1))
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(nums, output_size=num_tokens)
+
+
+@dataclass(frozen=True)
+class _CapturedStep:
+    """A step as vLLM's capture reads it from the input batch of the second model runner.
+
+    Attributes:
+        req_ids: requests, in the order of their tokens.
+        query_start_loc_np: [requests + 1] first row of each request, and the number of all rows.
+        num_computed_tokens_np: [requests] tokens of each request before this step.
+    """
+
+    req_ids: list[str]
+    query_start_loc_np: np.ndarray
+    num_computed_tokens_np: np.ndarray
+
+
+def attach(llm: Any) -> None:
+    """Make `llm`, whose worker is an `IsolatedCPUWorker`, return the experts of each token."""
+    worker = internals.worker_of(llm)
+    worker.route_capture = RouteCapture(worker.model_runner)
+    internals.core_of(llm).scheduler.aux_output_connector = internals.ROUTE_SCHEDULER.load()()
+
+
+class RouteCapture:
+    """Experts of the tokens of each step, for the requests of the step.
+
+    Args:
+        runner: vLLM's first model runner, with its caches.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._drafts: dict[str, list[int]] = {}
+        make = internals.ROUTE_WORKER.load()
+        self._connector = make(runner.model, runner.vllm_config, runner.kv_cache_config)
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Register the requests of a step; call before it is computed."""
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
+
+    def add_to(self, output: Any) -> None:
+        """Add the experts of the step's tokens to its output, after sampling."""
+        batch = self._runner.input_batch
+        num_requests = len(batch.req_ids)
+        step = _CapturedStep(
+            list(batch.req_ids),
+            self._runner.query_start_loc.np[: num_requests + 1].copy(),
+            batch.num_computed_tokens_cpu[:num_requests].copy(),
+        )
+        pending = self._connector.prepare_output(step)
+        sampled = [len(token_ids) for token_ids in output.sampled_token_ids]
+        # of a draft of n tokens, a step with m sampled tokens has accepted m - 1
+        rejected = [
+            len(self._drafts[name]) + 1 - num if num and name in self._drafts else 0
+            for name, num in zip(step.req_ids, sampled, strict=True)
+        ]
+        pending.enqueue_cpu_copy(np.array(sampled), np.array(rejected))
+        output.aux_output_connector_output = pending.process_output()
 
 
 class IsolatedCPUWorker(_CPUWorker):
@@ -27,7 +149,7 @@ class IsolatedCPUWorker(_CPUWorker):
 
     The worker also corrects vLLM 0.32's rotary embedding: for queries [tokens, heads, elements], as
     multi-head latent attention passes them, the CPU kernel rotates the wrong elements; for
-    [tokens, heads x elements] it is correct. Draws are corrected by seeded_draws.py.
+    [tokens, heads x elements] it is correct. Draws are corrected by `corrected`.
 
     Attributes:
         route_capture: adds the experts of each token to the output of a step, if set.
@@ -80,3 +202,9 @@ def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return forward
+
+
+def correct_workers() -> None:
+    """Make this process's CPU workers of vLLM's own class draw like that."""
+    _patches.close()
+    _patches.enter_context(internals.SAMPLE_TOKENS.replaced(corrected))

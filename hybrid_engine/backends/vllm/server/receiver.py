@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.live_attention import live_attention
+from hybrid_engine.backends.vllm.live_layers import captured_routes, live_attention
 from hybrid_engine.backends.vllm.requests import probe_limits, zero_caches
-from hybrid_engine.backends.vllm.routes import captured_routes
 from hybrid_engine.backends.vllm.server.capture import take_captured
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.weight_memory import (

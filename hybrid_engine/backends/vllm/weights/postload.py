@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,15 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.tracing import NamedModules, WeightStorage, storage_key
+from hybrid_engine.errors import ConfigError, Violation, first_of
 from hybrid_engine.ranks.torch_internals import TensorDict
+
+logger = logging.getLogger("hybrid_engine")
 
 Table = dict[Any, Any] | list[Any]
 """A container: the attributes of an object, a dict, a list."""
+
+_MAX_NAMED = 5
 
 _FOREIGN = (
     *("torch.", "triton.", "numpy.", "transformers.", "logging.", "threading."),
@@ -133,6 +139,46 @@ def _is_deferred_attention(module: torch.nn.Module) -> bool:
     # Older vLLM versions name the classes instead.
     kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
     return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
+
+
+def require_quantised(modules: NamedModules, method: str, *, logs: bool) -> None:
+    """Raise ConfigError if no layer of a model has quantised weights; log which ones have none.
+
+    Args:
+        modules: name -> module, after vLLM's processing of the weights.
+        method: name of the method.
+        logs: whether this rank logs.
+    """
+    names = sorted(name for name, module in modules.items() if _may_be_quantised(module))
+    plain = [name for name in names if not is_quantised(modules[name])]
+    if plain and len(plain) == len(names):
+        problem = f"{method!r} quantises none of the {len(names)} layers of this model here"
+        remedy = "Use another method, or leave it out"
+        raise ConfigError([Violation("quantization", problem, remedy, code="quantises-nothing")])
+    if plain and logs:
+        logger.warning(
+            "quantization %s leaves %d of %d layers as they are: %s",
+            method,
+            len(plain),
+            len(names),
+            first_of(plain, _MAX_NAMED),
+        )
+
+
+def _may_be_quantised(module: torch.nn.Module) -> bool:
+    """Return whether a module is a linear layer or the experts of a layer."""
+    # Methods leave embeddings and the output layer out by design; attention has a cache, no
+    # weights.
+    method = post_load_method(module)
+    is_of_cache = isinstance(method, internals.CACHE_METHOD.load())
+    is_embedding = isinstance(module, internals.VOCABULARY_EMBEDDING.load())
+    return method is not None and not is_of_cache and not is_embedding
+
+
+def is_quantised(module: torch.nn.Module) -> bool:
+    """Return whether a module has a tensor with elements of one byte, each a weight or a pair."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.dim() >= 2 and tensor.element_size() == 1 for tensor in tensors)
 
 
 # -- contents of modules ---------------------------------------------------------------------------

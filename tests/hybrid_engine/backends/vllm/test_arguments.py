@@ -44,7 +44,7 @@ def settings_of(model: str, **keys: Any) -> InferenceSettings:
 
 
 def test_experts_are_returned_by_vllm_on_gpus_alone(model: str) -> None:
-    """Its runner for CPUs without Triton refuses the argument; see cpu/route_capture.py."""
+    """Its runner for CPUs without Triton refuses the argument; see cpu/cpu_worker.py."""
     name = "enable_return_routed_experts"
     settings = settings_of(model, router_replay=True)
     assert llm_arguments(settings, "cuda")[name] is True

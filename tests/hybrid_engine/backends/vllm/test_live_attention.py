@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm import InferenceSettings, arguments, isolation
-from hybrid_engine.backends.vllm.live_attention import live_attention, require_positions
+from hybrid_engine.backends.vllm.live_layers import live_attention, require_positions
 from hybrid_engine.backends.vllm.positions import (
     _at_position,
     _forget_layers,

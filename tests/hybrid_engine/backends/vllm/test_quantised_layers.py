@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm.quantised_layers import require_quantised
+from hybrid_engine.backends.vllm.weights.postload import require_quantised
 from hybrid_engine.errors import ConfigError
 from tests.harness.errors import has_violation
 
