@@ -46,12 +46,12 @@ import torch.distributed as dist
 
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.memory.pool import Memories
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.layout import Extent, Layout
 
 Data = Literal["global", "local"]
 """Global: all ranks pass the same batch. Local: each data-parallel rank passes its part."""
-Batch = Mapping[str, torch.Tensor]
+Batch = Tensors
 """Tensors with sequences along dim 0.
 
 `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`); if needed,
@@ -83,7 +83,7 @@ class WeightAdaptor(Protocol):
 class TrainingWeights(WeightAdaptor, Protocol):
     """Side from which weights are read, possibly with adapters."""
 
-    def buffers(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> Tensors:
         """Return this rank's flat source buffers by `BufferId.name`: live storage, no copies."""
 
     def finish_pending(self) -> None:
@@ -209,7 +209,7 @@ class InferenceWeights(WeightAdaptor, Protocol):
     A group is committed at once, e.g. a module.
     """
 
-    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    def allocate(self, groups: Sequence[str]) -> Tensors:
         """Return flat destination buffers of these groups of this rank by `BufferId.name`.
 
         Padding is in place.

@@ -31,7 +31,7 @@ from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.memory.offload_items import KINDS, Guards, OffloadItem
 from hybrid_engine.ports import GuardedTrainer, TrainingWeights
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes
 from hybrid_engine.transports.copies import FlatBuffers
@@ -223,7 +223,7 @@ class WholeTensors(TrainingWeights):
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
         rank: int,
         models: Modules = (),
     ) -> None:

@@ -117,6 +117,10 @@ class Attention:
     rotary: Rotary | None = Rotary()
 
 
+Attentions = Mapping[int, Attention]
+"""Number of a decoder layer -> its attention."""
+
+
 _RELATIVE_ERROR = 1e-5
 """Tolerance of frequencies and scales in float32.
 
@@ -135,7 +139,7 @@ class AlikeLayers:
     numbers: tuple[int, ...]
 
 
-def grouped(attention: Mapping[int, Attention]) -> tuple[AlikeLayers, ...]:
+def grouped(attention: Attentions) -> tuple[AlikeLayers, ...]:
     """Group layers, given by number, by their settings, because most are alike."""
     numbers: dict[Attention, list[int]] = {}
     for number, settings in attention.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import ismethod
@@ -10,10 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.files.model_files import HfConfig
+from hybrid_engine.ranks.torch_internals import Tensors
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ProbeImage:
     """
 
     tokens: torch.Tensor
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Tensors
     prompt: Any
 
 
@@ -114,7 +115,7 @@ class WithAttention(Protocol):
     Layers are compared if trainer and engine implement it.
     """
 
-    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
         """Return the attention of this rank's decoder layers, by number in the checkpoint.
 
         No collective. Layers whose attention cannot be read are left out. Rotations are read at

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 TensorDict = dict[str, torch.Tensor]
 """Tensors by name."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name, which stay the same ones."""
 
 _MAX_GROUP_CALLS = 8
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

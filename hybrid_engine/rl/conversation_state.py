@@ -15,8 +15,7 @@ from hybrid_engine.ranks.digests import text_digest
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
-    from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
-    from hybrid_engine.backends.vllm.prompts import Message
+    from hybrid_engine.backends.vllm.engine_settings import Message, RoutedExperts
 
     Reply = Sequence[Message] | str | Sequence[int] | None
     """Messages, a text or token ids that continue the conversation; None ends it."""

@@ -23,7 +23,7 @@ from hybrid_engine.rl.user_callbacks import is_coroutine_function
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
-    from hybrid_engine.backends.vllm.prompts import Message
+    from hybrid_engine.backends.vllm.engine_settings import Message
     from hybrid_engine.backends.vllm.tool_calls import ToolCall
 
 Reply = Callable[["Completion"], Awaitable["list[Message] | None"]]

@@ -60,7 +60,7 @@ from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import naming, sync, write_text
 from hybrid_engine.files.reading import open_regular, read_regular
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.trainer.canonical_state import Boxes
 
 LATEST = "latest"
@@ -103,7 +103,7 @@ def generator_states() -> TensorDict:
     return states
 
 
-def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
+def restore_generators(states: Tensors) -> None:
     """Set torch's default generators to states of `generator_states`; other keys are ignored."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])

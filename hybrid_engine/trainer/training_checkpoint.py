@@ -31,6 +31,7 @@ from hybrid_engine.backends.training_side import require_finite_to_save
 from hybrid_engine.errors import StateError, first_of
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.records.regions import Shapes
 from hybrid_engine.trainer.canonical_state import (
     STEPPED,
@@ -90,13 +91,13 @@ class CheckpointedState(Protocol):
     def layout(self) -> Mapping[str, int | str]:
         """Return what must be equal for entries of a rank to be read again."""
 
-    def generators(self) -> Mapping[str, torch.Tensor]:
+    def generators(self) -> Tensors:
         """Return the states of this rank's random generators."""
 
     def values(self) -> dict[str, Any]:
         """Return further plain values, which all ranks have in common."""
 
-    def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, values: Mapping[str, Any], generators: Tensors) -> None:
         """Restore values and, if there are any, random generators, once all weights are restored.
 
         Copies what the optimizer steps on to weights in another precision. Collective.

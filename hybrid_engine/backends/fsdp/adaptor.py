@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.backends.computed_sources import AdaptorWithSources, ComputedSources
 from hybrid_engine.backends.fsdp.names import (
     Lora,
-    Tensors,
     WrappedNames,
     canonical_views,
     plain_name,
@@ -49,7 +48,7 @@ from hybrid_engine.models.lora_tensors import (
     module_of,
 )
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.layout import BufferId, Layout, Shard
 from hybrid_engine.records.regions import LocalBox, Shape, StridedView, contiguous_strides
 from hybrid_engine.transports.copies import FlatBuffers

@@ -37,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_engine.backends.fsdp.internals import OperationWatch, storages_in
 from hybrid_engine.backends.fsdp.names import computing_modules, transformers_model
-from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Attentions, Rotary
 from hybrid_engine.compute_check.config_reads import ReadRecorder, Reads
 from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.compute_check.probes import attributes_set
@@ -144,7 +144,7 @@ def live_attention(
     model: torch.nn.Module,
     calls: Mapping[int, AttentionCall],
     positions: Sequence[int] = POSITIONS,
-) -> dict[int, Attention]:
+) -> Attentions:
     """Return the attention of every decoder layer of a live model, by layer number.
 
     `calls`: recorded from a copy of it.

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import StridedShard, initialize_module, model_of_modules
-from hybrid_engine.backends.fsdp.names import Tensors, computing_modules, transformers_model
+from hybrid_engine.backends.fsdp.names import computing_modules, transformers_model
 from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.compute_check.fingerprint import settings_of
 from hybrid_engine.errors import (
@@ -34,6 +34,7 @@ from hybrid_engine.errors import (
     require_none,
 )
 from hybrid_engine.models.derived import meta_copy_of
+from hybrid_engine.ranks.torch_internals import Tensors
 
 TESTED_TORCH = Version("2.13.0")
 

@@ -34,14 +34,11 @@ from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
 from hybrid_engine.models.families import architecture_of
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ranks.torch_internals import storage_id
+from hybrid_engine.ranks.torch_internals import Tensors, storage_id
 from hybrid_engine.records.regions import StridedView
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Attributes in which `torch.compile` and `checkpoint_wrapper` store the module that they wrap."""
-
-Tensors = Mapping[str, torch.Tensor]
-"""Name in a state dict -> tensor."""
 
 _LORA_MATRICES = (
     ("lora_A.{}.weight", "lora_B.{}.weight"),

@@ -19,7 +19,7 @@ import torch
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
-from hybrid_engine.backends.fsdp.names import Tensors, canonical_views, model_of_config
+from hybrid_engine.backends.fsdp.names import canonical_views, model_of_config
 from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor
 from hybrid_engine.backends.huggingface.saving import Delivery, transfers_to_writers
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits, following_log_probs
@@ -30,6 +30,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.switch.setup import gather_side
 
 _PHASE = "computing with transformers' class"

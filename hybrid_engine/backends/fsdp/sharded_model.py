@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.attention import Recorded, live_attention, recorded
 from hybrid_engine.backends.fsdp.model_checks import require_torch
-from hybrid_engine.backends.fsdp.names import Tensors, transformers_model
+from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
 from hybrid_engine.backends.training_side import (
     GuardedState,
@@ -40,7 +40,7 @@ from hybrid_engine.backends.training_side import (
     stepped_by,
     steps_before,
 )
-from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.probes import (
     ProbeAnswer,
@@ -54,6 +54,7 @@ from hybrid_engine.errors import ModelError
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, tensors_in
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.torch_internals import Tensors
 
 _driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = (
     weakref.WeakKeyDictionary()
@@ -233,7 +234,7 @@ class ShardedModel(GuardedState):
         coarsest = max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps)
         return ProbeAnswer(log_probs.cpu(), coarsest, watch.routes)
 
-    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
         """Return the attention of every decoder layer; see `probes.WithAttention`.
 
         The first call must precede the construction of vLLM: vLLM changes transformers' classes if

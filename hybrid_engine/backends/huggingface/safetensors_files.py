@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.files.model_files import DOWNLOAD_AGAIN, weight_files
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import Offsets, Shape
 
@@ -105,7 +106,7 @@ def _tensors_of(path: Path, key: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_file(path: Path, tensors: Tensors) -> None:
     """Write a file of whole tensors, and flush it to the disk.
 
     Raises:

@@ -20,14 +20,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from hybrid_engine.backends.megatron.forward_probe import is_of_transformer_engine
 from hybrid_engine.backends.megatron.internals import score_factor_of_yarn, softmax_of, yarn_angles
-from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Attentions, Rotary
 
 _NOT_ROTATED = ("learned_absolute", "none")
 _YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Settings of YaRN with the same names in the configuration and in the rotary embedding."""
 
 
-def live_attention(model: Any, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
+def live_attention(model: Any, positions: Sequence[int] = POSITIONS) -> Attentions:
     """Return the attention of a model chunk's decoder, by index of the layer in this chunk.
 
     Layers without attention are left out. If a core attention is neither megatron-core's nor

@@ -29,7 +29,7 @@ Tests walk through model and optimizer (tests/harness/reachable.py): no other st
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -62,7 +62,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     unreadable_parameters,
 )
 from hybrid_engine.backends.training_side import GuardedState, Modules, dtype_name, is_frozen
-from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation, Violations
 from hybrid_engine.files.model_files import HfConfig
@@ -208,7 +208,7 @@ class LiveModel(GuardedState):
         dims = self.weights.model.table.dims
         return forward_probe.probe(self.chunks, dims.vocab_size, tokens, dims.num_experts)
 
-    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
         return self.weights.model.attention(positions)
 
     def computed_settings(self) -> HfConfig:

@@ -59,6 +59,9 @@ It queries Transformer Engine's fp8 state even if no layer uses fp8.
 
 _Config = TypeVar("_Config")
 
+Settings = Mapping[str, Any]
+"""Fields of a configuration of Megatron, with their values."""
+
 
 def has_transformer_engine() -> bool:
     """Return True if layers are built from Transformer Engine's modules, not from megatron-core's.
@@ -232,9 +235,7 @@ def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
     )
 
 
-def _config_of(
-    config_class: type[_Config], overrides: Mapping[str, Any], **settings: Any
-) -> _Config:
+def _config_of(config_class: type[_Config], overrides: Settings, **settings: Any) -> _Config:
     """Return a Megatron configuration of `settings`, in which `overrides` take precedence.
 
     Overrides give dtypes and members of enums by name.
@@ -265,7 +266,7 @@ def _override_value(value: Any, hint: Any) -> Any:
     return enums[0][value] if enums else value
 
 
-def _recomputation(actor: ActorConfig) -> dict[str, Any]:
+def _recomputation(actor: ActorConfig) -> Settings:
     """Return the configured recomputation settings.
 
     Raises:
@@ -292,7 +293,7 @@ def _recomputation(actor: ActorConfig) -> dict[str, Any]:
     }
 
 
-def _class_for(settings: Mapping[str, Any]) -> type[TransformerConfig]:
+def _class_for(settings: Settings) -> type[TransformerConfig]:
     """Return the configuration class of a model with these settings.
 
     Raises:
@@ -318,7 +319,7 @@ def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:
     return table.dims.num_layers + len(sizes.noop_layers)
 
 
-def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
+def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> Settings:
     """Return the settings of layers with experts; none for a dense model."""
     if not table.dims.num_experts:
         return {}
@@ -366,7 +367,7 @@ _ALL_OFF: dict[str, Any] = {
 }
 
 
-def fusion_settings(settings: Mapping[str, Any], *, is_cuda: bool, with_te: bool) -> dict[str, Any]:
+def fusion_settings(settings: Settings, *, is_cuda: bool, with_te: bool) -> Settings:
     """Return the fusion and recomputation settings of the module's table.
 
     Args:

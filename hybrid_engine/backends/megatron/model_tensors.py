@@ -29,7 +29,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     set_elements,
 )
 from hybrid_engine.backends.training_side import Modules, NamedTensor, parts_in_elastic_buffers
-from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.fingerprint import Fingerprint
 from hybrid_engine.errors import ModelError
 from hybrid_engine.layouts.stages import checkpoint_layers
@@ -202,7 +202,7 @@ class ModelTensors:
             for index, expert in enumerate(experts)
         ]
 
-    def attention(self, positions: Sequence[int] = POSITIONS) -> dict[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
         """Return the attention of this rank's decoder layers, by layer number in the checkpoint."""
         return {
             names.layers[index]: attention

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Arguments = dict[str, Any]
+"""Keyword arguments of `vllm.LLM`."""
+
 CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
 
 GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
@@ -59,14 +62,14 @@ _REMEDY = (
 )
 
 
-def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
+def llm_arguments(settings: InferenceSettings, device_type: str) -> Arguments:
     """Return keyword arguments of `vllm.LLM` for an engine in the training processes.
 
     Args:
         settings: the engine's settings; `generate.vllm` takes precedence over everything else.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    defaults: dict[str, Any] = {
+    defaults: Arguments = {
         "enable_prefix_caching": True,
         "enable_sleep_mode": is_sleepy(settings, device_type),
     }
@@ -113,9 +116,9 @@ def reads_of(config: VllmConfig) -> ConfigReads:
     return config.model_config.hf_overrides
 
 
-def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
+def _defaults_on_cuda(settings: InferenceSettings) -> Arguments:
     """Return defaults that replace vLLM's choices where these slow switches down or do not work."""
-    defaults: dict[str, Any] = {}
+    defaults: Arguments = {}
     if (
         settings.generate.quantization in (None, UNQUANTISED)
         and settings.quantization_config is None
@@ -133,12 +136,12 @@ def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     return defaults
 
 
-def _derived_arguments(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
+def _derived_arguments(settings: InferenceSettings, device_type: str) -> Arguments:
     """Return the arguments that follow from the keys, the job and the way of building."""
     generate = settings.generate
     seconds = math.ceil(generate.timeout_seconds)
     reads = ConfigReads(settings.model_dir, settings.quantization_config)
-    arguments: dict[str, Any] = {
+    arguments: Arguments = {
         **generate.of_vllm(),
         "model": settings.model_dir,
         "load_format": LOAD_FORMAT,

@@ -26,7 +26,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,12 @@ from hybrid_engine.backends.vllm.completing import (
     seeded,
 )
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
-from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, TokenIds
+from hybrid_engine.backends.vllm.engine_settings import (
+    Completion,
+    InferenceSettings,
+    OwnDtypes,
+    TokenIds,
+)
 from hybrid_engine.backends.vllm.images import image_refusal, noise_chat
 from hybrid_engine.backends.vllm.live_layers import (
     captured_routes,
@@ -84,7 +89,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     shared_segments,
     without_what_stays,
 )
-from hybrid_engine.compute_check.attention import POSITIONS, Attention
+from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
@@ -98,7 +103,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
-from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.ranks.torch_internals import Tensors, torch_defaults
 from hybrid_engine.records.regions import Shapes
 
 if TYPE_CHECKING:
@@ -124,7 +129,7 @@ class InferenceEngine(CompletingEngine):
         settings: InferenceSettings,
         tensors: Shapes,
         job: Job,
-        dtypes: Mapping[str, str] | None = None,
+        dtypes: OwnDtypes = None,
     ) -> None:
         """Build vLLM; every rank of the job calls this at the same time.
 
@@ -294,7 +299,7 @@ class InferenceEngine(CompletingEngine):
         dtype = self.llm.llm_engine.model_config.dtype
         return ProbeAnswer(torch.stack(rows), dtype, routes)
 
-    def attention(self, positions: Sequence[int] = POSITIONS) -> Mapping[int, Attention]:
+    def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
         """See the port."""
         config = self.llm.llm_engine.vllm_config
         layers = config.compilation_config.static_forward_context
@@ -310,9 +315,7 @@ class InferenceEngine(CompletingEngine):
 
     # -- LoRA --------------------------------------------------------------------------------------
 
-    def set_lora(
-        self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def set_lora(self, name: str, settings: LoraSettings, tensors: Tensors) -> None:
         """Deliver a LoRA, or a new version of one; it stays through switches of the base weights.
 
         All ranks call this with all tensors. Each keeps a copy on the host and its slice on the
@@ -432,7 +435,7 @@ class InferenceEngine(CompletingEngine):
     def _build(
         self,
         tensors: Shapes,
-        dtypes: Mapping[str, str] | None,
+        dtypes: OwnDtypes,
         owner: contextlib.ExitStack,
     ) -> tuple[LLM, list[ProcessedModel]]:
         """Build vLLM and inspect the weights of its model, and of its drafter if it has one.

@@ -26,6 +26,12 @@ from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violat
 TokenIds = Sequence[Sequence[int]]
 """Token ids of each sequence."""
 
+OwnDtypes = Mapping[str, str] | None
+"""Canonical name -> dtype, if it differs from that of the weights (`ModelTable.dtypes`)."""
+
+Message = Mapping[str, Any]
+Chat = Sequence[Message]
+
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a layer that LoRA usually changes; a model need not have them all."""
 

@@ -17,11 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hybrid_engine.backends.vllm.engine_settings import TokenIds
+from hybrid_engine.backends.vllm.engine_settings import Chat, Message, TokenIds
 from hybrid_engine.errors import Violation, Violations
 from hybrid_engine.messages import Record
+from hybrid_engine.ranks.torch_internals import Tensors
 
 
 class PackedImage(Record, frozen=True):
@@ -51,7 +50,7 @@ class ImagePrompt(list[int]):
         token_ids: Sequence[int],
         unexpanded: Sequence[int],
         images: Sequence[Any],
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Tensors,
     ) -> None:
         super().__init__(token_ids)
         self.unexpanded = list(unexpanded)
@@ -79,12 +78,12 @@ def unpacked(images: Sequence[PackedImage]) -> list[Any]:
     return [Image.frombytes("RGB", (image.width, image.height), image.content) for image in images]
 
 
-def has_images(chat: Sequence[Mapping[str, Any]]) -> bool:
+def has_images(chat: Chat) -> bool:
     """Return whether a message of a chat has an image."""
     return next(_image_parts(chat), None) is not None
 
 
-def noise_chat() -> list[dict[str, Any]]:
+def noise_chat() -> Chat:
     """Return a chat with an image of noise, always the same."""
     from PIL import Image
 
@@ -93,7 +92,7 @@ def noise_chat() -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-def images_of(chat: Sequence[Mapping[str, Any]]) -> list[Any]:
+def images_of(chat: Chat) -> list[Any]:
     """Return the images of a chat, in order, as RGB.
 
     Raises ValueError for what is neither an image of PIL nor a file of one.
@@ -182,7 +181,7 @@ def image_faults(prompts: TokenIds, placeholders: Collection[int], refusal: str)
             yield Violation(key, problem, remedy, code="tokens-without-images")
 
 
-def _image_parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _image_parts(chat: Chat) -> Iterator[Message]:
     for message in chat:
         content = message.get("content")
         if isinstance(content, str):

@@ -16,7 +16,7 @@ import inspect
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.private_names import Function
 from hybrid_engine.backends.vllm.version import require_vllm
 from hybrid_engine.errors import (
     ConfigError,
@@ -264,7 +265,7 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
     device = {} if job.device.index is None else {"LOCAL_RANK": str(job.device.index)}
     order = settings.sizes.ranks.ravel().tolist()
 
-    def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
+    def build(make_group: Function) -> Function:
         @functools.wraps(make_group)
         def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
             # A queue takes 24 MiB of shared memory; see cpu/shm_cleanup.py.
@@ -293,12 +294,12 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
         yield
 
 
-def can_list_ranks(new_group: Callable[..., Any]) -> bool:
+def can_list_ranks(new_group: Function) -> bool:
     """Return whether torch's `new_group` can keep the order of ranks; torch 2.11's sorts them."""
     return "sort_ranks" in inspect.signature(new_group).parameters
 
 
-def group_in_listed_order(new_group: Callable[..., Any]) -> Callable[..., Any]:
+def group_in_listed_order(new_group: Function) -> Function:
     """Return torch's `new_group` without sorting; if it always sorts, ranks are sorted already."""
     return (
         functools.partial(new_group, sort_ranks=False) if can_list_ranks(new_group) else new_group

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.compute_check.attention import POSITIONS, Attention, Rotary
+from hybrid_engine.compute_check.attention import POSITIONS, Attention, Attentions, Rotary
 from hybrid_engine.compute_check.routes import LayerRoutes
 from hybrid_engine.errors import ModelError, first_of
 
@@ -43,7 +43,7 @@ def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
 
 def live_attention(
     model: torch.nn.Module, layers: Mapping[str, Any], positions: Sequence[int] = POSITIONS
-) -> dict[int, Attention]:
+) -> Attentions:
     """Return the attention of one pipeline stage, by layer number.
 
     A rotary module in a layer is taken for its rotation: whether the layer calls it is not read.

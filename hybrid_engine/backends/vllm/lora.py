@@ -34,7 +34,7 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.memory.pool import Memories
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 
@@ -48,7 +48,7 @@ _REMEDY = "Give lora_A [rank, in] and lora_B [out, rank] under their PEFT names"
 class _ServedLora:
     number: int
     settings: LoraSettings
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
 
 
 class DeliveredLoras:
@@ -65,9 +65,7 @@ class DeliveredLoras:
         self._next_number = 1
         undo.enter_context(internals.LOAD_LORA.replaced(lambda _: self._load, owner=self._manager))
 
-    def deliver(
-        self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def deliver(self, name: str, settings: LoraSettings, tensors: Tensors) -> None:
         """Add a LoRA or replace it by a new version; the tensors are copied to host memory.
 
         Raises ConfigError with every tensor or setting that does not fit, and StateError while vLLM
@@ -144,9 +142,7 @@ class DeliveredLoras:
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
 
-    def _violations(
-        self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]
-    ) -> Violations:
+    def _violations(self, settings: LoraSettings, tensors: Tensors) -> Violations:
         limit = self._manager.lora_config.max_lora_rank
         if settings.largest_rank > limit:
             problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
@@ -164,7 +160,7 @@ class DeliveredLoras:
         name: str,
         tensor: torch.Tensor,
         settings: LoraSettings,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
     ) -> str:
         """Return the reason why a tensor does not fit; "" if it does."""
         kinds = [kind for kind in ("lora_A", "lora_B") if name.endswith(f".{kind}.weight")]
@@ -229,7 +225,7 @@ class WeightsWithLora:
             shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
         return Layout.merge([self._weights.layout(), Layout(shapes, buffers, tuple(shards))])
 
-    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    def allocate(self, groups: Sequence[str]) -> Tensors:
         """See the port; the LoRA's tensors are new."""
         buffers = dict(self._weights.allocate(_without_lora(groups)))
         if GROUP in groups:

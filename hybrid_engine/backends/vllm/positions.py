@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import arguments, internals, isolation
-from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings, OwnDtypes
 from hybrid_engine.backends.vllm.live_layers import require_positions
 from hybrid_engine.backends.vllm.process_state import process_settings_kept, random_state_kept
 from hybrid_engine.backends.vllm.weights.postload import is_quantised
@@ -80,7 +80,7 @@ def layout_of_position(
     settings: InferenceSettings,
     job: Job,
     tensors: Shapes,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: OwnDtypes = None,
 ) -> Layout:
     """Return the layout that vLLM has at the position with this rank's number, before processing.
 
@@ -107,7 +107,7 @@ def planned_position(
     position: Position,
     settings: InferenceSettings,
     tensors: Shapes,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: OwnDtypes = None,
 ) -> PlannedPosition:
     """Return what vLLM has at a position of a job that does not run, in this process alone.
 
@@ -139,7 +139,7 @@ def quantised_at_position(
     settings: InferenceSettings,
     job: Job,
     tensors: Shapes,
-    dtypes: Mapping[str, str] | None,
+    dtypes: OwnDtypes,
 ) -> list[list[str]]:
     """Return the weights that vLLM holds in 8 or 4 bits at this rank's position, as far as fused.
 
@@ -172,7 +172,7 @@ def _tracer(
     position: Position,
     settings: InferenceSettings,
     tensors: Shapes,
-    dtypes: Mapping[str, str] | None,
+    dtypes: OwnDtypes,
 ) -> Callable[[torch.nn.Module], Layout]:
     torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
     return partial(trace_without_memory, tensors=tensors, dtypes=torch_dtypes, rank=position.rank)
@@ -208,7 +208,7 @@ def _kv_caches() -> tuple[tuple[LayerCache, ...], int]:
 
 
 def _torch_dtypes(
-    settings: InferenceSettings, tensors: Iterable[str], dtypes: Mapping[str, str] | None
+    settings: InferenceSettings, tensors: Iterable[str], dtypes: OwnDtypes
 ) -> dict[str, torch.dtype]:
     names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
     return {name: getattr(torch, dtype) for name, dtype in names.items()}

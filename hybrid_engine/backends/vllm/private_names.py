@@ -13,6 +13,9 @@ from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import DependencyError, StateError
 from hybrid_engine.ranks.torch_internals import PrivateName
 
+Function = Callable[..., Any]
+"""Function or method with any arguments, as those that are replaced have."""
+
 
 @dataclass(frozen=True)
 class Internal(PrivateName):

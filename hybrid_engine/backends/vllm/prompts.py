@@ -20,7 +20,13 @@ import numpy as np
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import OTHER_NAMES, Completion, Sampling
+from hybrid_engine.backends.vllm.engine_settings import (
+    OTHER_NAMES,
+    Chat,
+    Completion,
+    Sampling,
+    TokenIds,
+)
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
 from hybrid_engine.backends.vllm.tool_calls import Tool, schema_of
 from hybrid_engine.errors import (
@@ -32,8 +38,7 @@ from hybrid_engine.errors import (
     shortened,
 )
 
-Message = Mapping[str, Any]
-Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]]
+Prompts = torch.Tensor | Sequence[str] | Sequence[Chat] | TokenIds
 
 _REMEDY = (
     "Pass texts, chats (lists of messages with role and content), "
@@ -66,6 +71,10 @@ _FORMS = ("a text", "a chat", "token ids")
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _ANSWER = "⁂answer⁂"
 """Placeholder for an answer in a chat that is rendered for the text after it."""
+
+
+Rendering = Mapping[str, Any]
+"""Keywords of `apply_chat_template`."""
 
 
 class ChatArguments(TypedDict, total=False):
@@ -309,7 +318,7 @@ def _require_unset(chat: ChatArguments | None) -> None:
         )
 
 
-def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> dict[str, Any]:
+def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> Rendering:
     """Return keywords for `apply_chat_template`, with schemas in place of functions.
 
     Raises ArgumentError with every fault.
@@ -388,7 +397,7 @@ def _invalid_variables(
 
 
 def _encode_chats(
-    chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer, rendering: Mapping[str, Any]
+    chats: Sequence[Chat], tokenizer: ModelTokenizer, rendering: Rendering
 ) -> list[list[int]]:
     violations = []
     encoded: list[list[int]] = []
@@ -485,7 +494,7 @@ class ModelTokenizer:
         template: str = tokenizer.get_chat_template(tools=tools or None)
         return template
 
-    def encode_chat(self, messages: Sequence[Message], rendering: Mapping[str, Any]) -> list[int]:
+    def encode_chat(self, messages: Chat, rendering: Rendering) -> list[int]:
         """Return the token ids of a chat, by default up to the start of the assistant's answer.
 
         Raises ValueError with the template's complaint, and ArgumentError if the tokenizer has no
@@ -495,9 +504,7 @@ class ModelTokenizer:
         text.encode()  # raises for half a surrogate pair
         return self.encode([text], add_special_tokens=False)[0]
 
-    def encode_images(
-        self, messages: Sequence[Message], rendering: Mapping[str, Any]
-    ) -> ImagePrompt:
+    def encode_images(self, messages: Chat, rendering: Rendering) -> ImagePrompt:
         """Return the prompt of a chat with images; as `encode_chat` otherwise."""
         images = images_of(messages)
         text = self._rendered(messages, rendering)
@@ -512,10 +519,10 @@ class ModelTokenizer:
 
     def encode_reply(
         self,
-        chat: Sequence[Message],
+        chat: Chat,
         answer: Sequence[int],
-        reply: Sequence[Message],
-        rendering: Mapping[str, Any],
+        reply: Chat,
+        rendering: Rendering,
         most_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids between an answer to a chat and the next answer.
@@ -550,7 +557,7 @@ class ModelTokenizer:
                 break
         return 0
 
-    def _rendered(self, messages: Sequence[Message], rendering: Mapping[str, Any]) -> str:
+    def _rendered(self, messages: Chat, rendering: Rendering) -> str:
         if not self.loaded.chat_template:
             problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
             remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"

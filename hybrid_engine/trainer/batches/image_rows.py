@@ -9,7 +9,7 @@ import torch
 
 from hybrid_engine.errors import Violation, shortened
 from hybrid_engine.ports import Batch
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 
 IMAGES = "images"
 """Key of a batch for its `ImageRows`."""
@@ -27,7 +27,7 @@ class ImageRows:
             an image.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, rows: Sequence[Tensors]) -> None:
         self.rows = tuple(rows)
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ Of a batch with one sequence a row, for one call; results return to its rows:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 
 from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.ports import Batch
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
     ROUTED_EXPERTS,
@@ -234,7 +235,7 @@ def _require_count(multiple_of: int) -> None:
         raise BatchError(violations)
 
 
-def _require_columns(columns: Mapping[str, torch.Tensor], num_rows: int, width: int) -> None:
+def _require_columns(columns: Tensors, num_rows: int, width: int) -> None:
     """Raise BatchError unless each tensor has a value for each row, or for each token."""
     violations = []
     for name, tensor in columns.items():

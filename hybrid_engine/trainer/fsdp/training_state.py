@@ -12,6 +12,7 @@ import torch
 from hybrid_engine.layouts.sharded import held_boxes
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.records.layout import BufferId, Place, Shard
 from hybrid_engine.records.regions import Region, Shapes, StridedView, contiguous_strides
 from hybrid_engine.trainer.canonical_state import Weight
@@ -103,7 +104,7 @@ class FsdpState:
             "num_scheduled_updates": self._engine.optimizer.num_scheduled_updates,
         }
 
-    def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, values: Mapping[str, Any], generators: Tensors) -> None:
         engine = self._engine
         restore_generators(generators)
         engine.model.resume_version(engine.optimizer.inner, values["weight_version"])

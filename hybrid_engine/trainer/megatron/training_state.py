@@ -24,6 +24,7 @@ from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.backends.training_side import Modules
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.records.regions import Shapes
 from hybrid_engine.trainer.canonical_state import Weight
 from hybrid_engine.trainer.checkpoint_directory import below, generator_states, restore_generators
@@ -126,7 +127,7 @@ class MegatronState:
             "num_scheduled_updates": self._optimizer.num_scheduled_updates,
         }
 
-    def restore(self, values: Mapping[str, Any], generators: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, values: Mapping[str, Any], generators: Tensors) -> None:
         optimizer = self._actor.optimizer
         for member in _members(optimizer):
             # The optimizer of float32 weights has no copies.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.private_names import Function
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
 
@@ -46,7 +46,7 @@ class _SpareGenerator(torch.Generator):
         return self
 
 
-def corrected(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+def corrected(sample_tokens: Function) -> Function:
     """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
 
     @functools.wraps(sample_tokens)
@@ -188,7 +188,7 @@ class IsolatedCPUWorker(_CPUWorker):
             torch.set_num_threads = set_num_threads
 
 
-def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
+def _on_rows(rotate: Function) -> Function:
     """Return a rotary embedding's method that passes queries and keys as one row per token."""
 
     def forward(

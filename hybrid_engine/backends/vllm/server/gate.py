@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.private_names import Function
 from hybrid_engine.errors import HybridEngineError, StateError, clipped, first_of
 
 _BRING_WEIGHTS = frozenset(
@@ -50,7 +51,7 @@ _TRAINERS_OWN_MEMORY = (
 def close_gate(load_format: str) -> None:
     """Make engine cores of this process that use `load_format` start paused, without weights."""
     core = internals.ENGINE_CORE.load()
-    wrappers: dict[str, Callable[..., Any]] = {
+    wrappers: dict[str, Function] = {
         # The constructor calls this when workers exist and the scheduler does not.
         "_initialize_kv_caches": _begin,
         "collective_rpc": _call_workers,
@@ -68,9 +69,7 @@ def close_gate(load_format: str) -> None:
     logging.getLogger(core.__module__).addFilter(_in_one_line)
 
 
-def _wrapped(
-    original: Callable[..., Any], wrapper: Callable[..., Any], load_format: str
-) -> Callable[..., Any]:
+def _wrapped(original: Function, wrapper: Function, load_format: str) -> Function:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.vllm_config.load_config.load_format != load_format:
@@ -97,7 +96,7 @@ def _begin(initialize: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any
     return caches
 
 
-def _paused(scheduler_class: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _paused(scheduler_class: Function, *args: Any, **kwargs: Any) -> Any:
     scheduler = scheduler_class(*args, **kwargs)
     scheduler.set_pause_state(internals.PAUSED.load())
     return scheduler
@@ -256,17 +255,17 @@ def _require_rest(core: Any) -> None:
         )
 
 
-def _sleep(sleep: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+def _sleep(sleep: Function, core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     if level:
         raise StateError(_TRAINERS_OWN_MEMORY, code="call-refused")
     return sleep(level, *args, **kwargs)
 
 
-def _refuse(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(original: Function, core: Any, *args: Any, **kwargs: Any) -> Any:
     raise StateError(_TRAINERS_OWN_MEMORY, code="call-refused")
 
 
-def _with_weights(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_weights(original: Function, core: Any, *args: Any, **kwargs: Any) -> Any:
     name = original.func.__name__  # type: ignore[attr-defined]
     _require_weights(core, f"{name} is refused")
     return original(*args, **kwargs)

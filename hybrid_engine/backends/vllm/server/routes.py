@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.private_names import Function
 from hybrid_engine.serving.invitation import JOB, PROOF_HEADER, TOKEN, VERSION, proof_of_request
 
 _OPEN_TO_GET = frozenset(
@@ -38,6 +39,9 @@ _MAX_BODY_NBYTES = 1 << 20
 
 _OF_THE_CORE = re.compile(r"Call to \w+ method failed: ")
 """Prefix that vLLM adds to errors of calls of its engine core."""
+_Scope = Mapping[str, Any]
+"""What ASGI tells of a connection."""
+_Receive = Callable[[], Any]
 _Send = Callable[[Mapping[str, Any]], Any]
 _patches = ExitStack()
 """Keeps vLLM's names replaced for the life of the process."""
@@ -75,7 +79,7 @@ def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"hybrid_engine": drawn}
 
 
-def _labelled(answer: Callable[..., Any]) -> Callable[..., Any]:
+def _labelled(answer: Function) -> Function:
     @functools.wraps(answer)
     def request_output_to_completion_response(
         self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
@@ -90,7 +94,7 @@ def _labelled(answer: Callable[..., Any]) -> Callable[..., Any]:
     return request_output_to_completion_response
 
 
-def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(build: Function) -> Function:
     @functools.wraps(build)
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build(*args, **kwargs)
@@ -110,22 +114,18 @@ class RouteGuard:
     would be logged again, with vLLM's traceback.
     """
 
-    def __init__(self, app: Callable[..., Any]) -> None:
+    def __init__(self, app: Function) -> None:
         self._app = app
         self._requires_proof = bool(os.environ.get(TOKEN))
 
-    async def __call__(
-        self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send
-    ) -> None:
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         try:
             await self._pass(scope, receive, send)
         except Exception as error:
             if not _OF_THE_CORE.match(str(error)):
                 raise
 
-    async def _pass(
-        self, scope: Mapping[str, Any], receive: Callable[[], Any], send: _Send
-    ) -> None:
+    async def _pass(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         is_request = scope["type"] in ("http", "websocket")
         if not self._requires_proof or not is_request or _is_open(scope):
             await self._app(scope, receive, send)
@@ -146,7 +146,7 @@ class RouteGuard:
         await self._app(scope, replay, send)
 
 
-def _is_open(scope: Mapping[str, Any]) -> bool:
+def _is_open(scope: _Scope) -> bool:
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     method = scope.get("method")
     if method == "OPTIONS":  # a browser's preflight request cannot carry a proof
@@ -156,7 +156,7 @@ def _is_open(scope: Mapping[str, Any]) -> bool:
     return method == "POST" and path in _OPEN_TO_POST
 
 
-async def _body(receive: Callable[[], Any]) -> bytes | None:
+async def _body(receive: _Receive) -> bytes | None:
     """Return a request's body; None if it is too long, or the client has disconnected."""
     body = b""
     while True:
@@ -168,7 +168,7 @@ async def _body(receive: Callable[[], Any]) -> bytes | None:
             return body
 
 
-def _is_proven(scope: Mapping[str, Any], body: bytes) -> bool:
+def _is_proven(scope: _Scope, body: bytes) -> bool:
     proof = dict(scope["headers"]).get(PROOF_HEADER.lower().encode(), b"")
     query = scope.get("query_string", b"")
     target = scope["raw_path"] + (b"?" + query if query else b"")

@@ -12,7 +12,7 @@ while serving:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -31,7 +31,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 from hybrid_engine.errors import ModelError, StateError, first_of
 from hybrid_engine.memory.pool import Memories
 from hybrid_engine.ranks.digests import box_digests
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.layout import Layout
 
 
@@ -99,7 +99,7 @@ class VllmAdaptor:
         self._layout = self._traced.layout.on(rank)
         self._keeps_memory = keeps_memory
 
-    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    def allocate(self, groups: Sequence[str]) -> Tensors:
         """Return flat buffers of these groups by name, and invalidate the groups' weights.
 
         A buffer is live memory if vLLM computes with its loader layout, and new memory otherwise.

@@ -47,7 +47,7 @@ from hybrid_engine.backends.vllm.weights.tracing import (
     storage_key,
     view_of,
 )
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 from hybrid_engine.records.regions import StridedView
 
 MISSING = object()
@@ -69,7 +69,7 @@ class LoaderView:
     storage: WeightStorage
     view: StridedView
 
-    def over(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def over(self, tensors: Tensors) -> torch.Tensor:
         """Return the same view of the storage's tensor in `tensors`; an empty one stays empty."""
         tensor = tensors[self.storage.name]
         # The tensor itself where it is all of the storage: it has vLLM's attributes, a new view has
@@ -121,6 +121,10 @@ class Constant:
         _copy(self.tensor, self.value)
 
 
+Constants = dict[str, dict[str, Constant]]
+"""Module -> path -> tensor that is not a weight."""
+
+
 @dataclass(frozen=True)
 class Derivation:
     """Everything that vLLM derived from one group's weights.
@@ -140,7 +144,7 @@ class Derivation:
     reached: tuple[str, ...]
     changes: tuple[Change, ...]
     known: frozenset[int]
-    results: Mapping[str, torch.Tensor]
+    results: Tensors
     numbers: Mapping[str, float]
 
     @property
@@ -148,7 +152,7 @@ class Derivation:
         """The module that represents it in messages."""
         return (*self.methods, *self.attention)[0]
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Tensors) -> None:
         """Roll the modules back to the state in which the loader left them.
 
         `tensors`, by storage, replace the tensors that the loader wrote, and views of them.
@@ -157,7 +161,7 @@ class Derivation:
             change.put(_over(change.loaded, tensors))
 
     @contextlib.contextmanager
-    def as_loaded(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def as_loaded(self, tensors: Tensors) -> Iterator[None]:
         """Roll the modules back as `load` does in this context, and restore them at its end."""
         # Before `load`, which overwrites these entries.
         present = [change.current() for change in self.changes]
@@ -168,7 +172,7 @@ class Derivation:
             for change, value in zip(self.changes, present, strict=True):
                 change.put(value)
 
-    def misfits(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    def misfits(self, tensors: Tensors) -> list[str]:
         """Return reasons why newly derived tensors, by path, cannot be copied into the results."""
         missing = self.results.keys() - tensors.keys()
         faults = [f"{display(path)} was not derived again" for path in missing]
@@ -180,9 +184,7 @@ class Derivation:
                 faults.append(f"{display(path)} is {_form(new)}, but was {_form(old)}")
         return sorted(faults)
 
-    def strays(
-        self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
-    ) -> list[str]:
+    def strays(self, tensors: Tensors, numbers: Mapping[str, float]) -> list[str]:
         """Return descriptions of derived values that copying the results does not cover."""
         additional = tensors.keys() - self.results.keys()
         faults = [f"{display(path)} is an additional tensor" for path in additional]
@@ -194,7 +196,7 @@ class Derivation:
         ]
         return sorted(faults)
 
-    def renew(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def renew(self, tensors: Tensors) -> None:
         """Copy newly derived tensors, by path, into the live tensors."""
         done = set()
         for path, result in self.results.items():
@@ -205,7 +207,7 @@ class Derivation:
                 _copy(result.detach(), tensors[path].detach())
 
 
-def _over(loaded: object, tensors: Mapping[str, torch.Tensor]) -> object:
+def _over(loaded: object, tensors: Tensors) -> object:
     if isinstance(loaded, list):
         return [_over(part, tensors) for part in loaded]
     return loaded.over(tensors) if isinstance(loaded, LoaderView) else loaded
@@ -369,7 +371,7 @@ class ModelSnapshot:
             _same_number(before.get(path), number) for path, number in contents.numbers.items()
         )
 
-    def written(self) -> dict[str, dict[str, Constant]]:
+    def written(self) -> Constants:
         """Return tensors written in place that are not weights, with their former values.
 
         The result is module -> path -> tensor.
@@ -457,7 +459,7 @@ def _values(
     groups: Mapping[str, CommitGroup],
     contents: Mapping[str, ModuleTensors],
     owners: Mapping[int, WeightStorage],
-) -> dict[str, dict[str, Constant]]:
+) -> Constants:
     """Return the tensors that are not weights in modules that the processing reaches.
 
     The result is module -> path -> tensor with a copy of its value. Aliases share one copy.
@@ -467,7 +469,7 @@ def _values(
         for root in (*group.methods, *group.attention):
             reached |= dict.fromkeys(postload.modules_processed(modules, root))
     copies: dict[tuple[int, StridedView, torch.dtype], torch.Tensor] = {}
-    values: dict[str, dict[str, Constant]] = {}
+    values: Constants = {}
     for name in reached:
         for path, tensor in contents[name].tensors.items():
             key = storage_key(tensor)

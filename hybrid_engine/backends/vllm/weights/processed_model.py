@@ -24,6 +24,7 @@ from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.derivation import (
     Change,
     Constant,
+    Constants,
     Derivation,
     Sentinels,
     same_bytes,
@@ -40,7 +41,7 @@ from hybrid_engine.backends.vllm.weights.tracing import (
     storage_key,
 )
 from hybrid_engine.errors import ModelError, ReshardError
-from hybrid_engine.ranks.torch_internals import TensorDict
+from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
 
 Observer = Callable[[str, torch.Tensor], None]
 """Called with a parameter's full name and its filled tensor in loader layout, before processing."""
@@ -72,10 +73,10 @@ class ProcessedModel:
 
     traced: TracedModel
     modules: NamedModules
-    live: Mapping[str, torch.Tensor]
+    live: Tensors
     derivations: Mapping[str, Derivation]
     in_place: frozenset[str]
-    constants: Mapping[str, Mapping[str, Constant]]
+    constants: Constants
     keeps_addresses: bool
     context: Context
     act_dtype: torch.dtype
@@ -84,7 +85,7 @@ class ProcessedModel:
     contexts: Mapping[str, Context] = field(default_factory=dict)
 
     @cached_property
-    def resident(self) -> Mapping[str, torch.Tensor]:
+    def resident(self) -> Tensors:
         """All tensors, by name or path, that have memory whenever weights have it."""
         tensors = dict(self.live)
         if not self.keeps_addresses:
@@ -165,7 +166,7 @@ class ProcessedModel:
                 postload.process_attention(self.modules[name], self.act_dtype)
 
     @contextlib.contextmanager
-    def as_loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def as_loaded(self, name: str, tensors: Tensors) -> Iterator[None]:
         """Roll a group's modules back to the state after loading, and bind `tensors`, by storage.
 
         The modules return to their present state at the end of the context.
@@ -189,7 +190,7 @@ class ProcessedModel:
     def constants_of(self, names: Iterable[str]) -> list[Constant]:
         return [constant for name in names for constant in self.constants.get(name, {}).values()]
 
-    def bind(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def bind(self, group: str, tensors: Tensors) -> None:
         """Make tensors in loader layout, by buffer, the modules' parameters and buffers."""
         for storage in self.traced.storages_of(group):
             for binding in storage.bindings:
@@ -350,7 +351,7 @@ def _derivation(
     traced: TracedModel,
     modules: NamedModules,
     group: CommitGroup,
-    live: Mapping[str, torch.Tensor],
+    live: Tensors,
     known: Collection[int],
     written: Mapping[str, object],
 ) -> Derivation | None:
@@ -404,9 +405,9 @@ def _constants(
     traced: TracedModel,
     modules: NamedModules,
     derivations: Mapping[str, Derivation],
-    written: Mapping[str, Mapping[str, Constant]],
+    written: Constants,
     keeps_addresses: bool,
-) -> dict[str, dict[str, Constant]]:
+) -> Constants:
     """Return `ProcessedModel.constants`; of `written` only those that a derivation renews."""
     renewed = {name for derivation in derivations.values() for name in derivation.reached}
     constants = {name: dict(paths) for name, paths in written.items() if name in renewed}
@@ -550,9 +551,7 @@ def _rehearse(model: ProcessedModel, group: str) -> list[str]:
     return [_fault(model, derivation.first, problem) for problem in problems]
 
 
-def _stale(
-    derivation: Derivation, derived: Mapping[str, torch.Tensor], loaded: Collection[int]
-) -> list[str]:
+def _stale(derivation: Derivation, derived: Tensors, loaded: Collection[int]) -> list[str]:
     """Return faults for tensors that are still in a storage that vLLM's loader filled first.
 
     `loaded`: keys of these storages.
