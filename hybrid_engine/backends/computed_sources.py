@@ -25,15 +25,19 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from hybrid_engine.backends.training_side import (
+    GuardedState,
     NamedTensor,
     Origins,
     dtype_name,
     elastic_parts,
     flat_storage_of,
+    is_frozen,
     read_parts,
     require_usable_values,
 )
+from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.models.block_quantization import BlockQuantization
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.torch_internals import TensorDict, torch_defaults
 from hybrid_engine.records.layout import Extent, Layout
@@ -128,6 +132,7 @@ class AdaptorWithSources(TrainingWeights, ABC):
 
     Attributes:
         rank: rank of this process in the job.
+        table: the model's name table.
         computed: the adaptor's own computed sources, in the order in which `prepare` fills them.
         sent_as_stored: quantised weights that `own_layout` shows in the elements in which the
             trainer keeps them. It is set once, before the first layout.
@@ -136,6 +141,7 @@ class AdaptorWithSources(TrainingWeights, ABC):
     """
 
     rank: int
+    table: ModelTable
 
     def __init__(self) -> None:
         self.computed: list[ComputedSources[Any]] = []
@@ -227,6 +233,12 @@ class AdaptorWithSources(TrainingWeights, ABC):
         """Names of buffers that `prepare` fills, so that their contents need not be kept."""
         return frozenset(name for sources in self._all_computed() for name in sources.buffers)
 
+    def offload_items(self) -> Iterator[OffloadItem]:
+        """Yield an item for each buffer that has memory; those of `scratch` need no copy."""
+        scratch = self.scratch
+        for name, flat in self.allocated().items():
+            yield OffloadItem(name, "param", flat, "drop" if name in scratch else "copy")
+
     def _all_computed(self) -> list[ComputedSources[Any]]:
         return self.computed if self.view is None else [*self.computed, self.view.sources]
 
@@ -253,3 +265,20 @@ class AdaptorWithSources(TrainingWeights, ABC):
         buffers = {name: flat for name, flat in self.buffers().items() if name not in shown}
         parts = read_parts(buffers, unread or {})
         require_usable_values(parts, self.described_tensors)
+
+
+class ModelTrainer(GuardedState):
+    """Base class of trainers of a whole model, whose tensors are in a name table."""
+
+    weights: AdaptorWithSources
+
+    @property
+    def unserved(self) -> list[str]:
+        table = self.weights.table
+        return [name for name in table.shapes if not table.is_served(name)]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Canonical tensors of this rank, all of whose parameters require no gradient now."""
+        origins = self.weights.origins()
+        return [name for name, tensors in origins.items() if all(map(is_frozen, tensors))]

@@ -29,14 +29,13 @@ from torch.optim.optimizer import (
 )
 from transformers import PreTrainedConfig
 
+from hybrid_engine.backends.computed_sources import ModelTrainer
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.attention import Recorded, live_attention, recorded
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.names import transformers_model
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of, reshard
 from hybrid_engine.backends.training_side import (
-    GuardedState,
-    is_frozen,
     stepped_by,
     steps_before,
 )
@@ -67,7 +66,7 @@ _NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
 """Names of the kinds of tokens in the forward of models of images; each model has one or none."""
 
 
-class ShardedModel(GuardedState):
+class ShardedModel(ModelTrainer):
     """Weights of a model on this rank, and state of its training that can leave the device.
 
     Args:
@@ -138,16 +137,6 @@ class ShardedModel(GuardedState):
         self._num_steps[optimizer] = version
 
     @property
-    def unserved(self) -> list[str]:
-        return [name for name in self.table.shapes if not self.table.is_served(name)]
-
-    @property
-    def frozen(self) -> list[str]:
-        """Canonical tensors computed only from parameters that require no gradient now."""
-        origins = self.weights.origins()
-        return [name for name, tensors in origins.items() if all(map(is_frozen, tensors))]
-
-    @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Groups of the meshes over which parameters are sharded."""
         parameters = self.model.parameters()
@@ -160,11 +149,7 @@ class ShardedModel(GuardedState):
         Frees gathered parameters.
         """
         reshard(self.model)
-        # Buffers that `prepare` fills at every switch need not be copied.
-        scratch = self.weights.scratch
-        items = []
-        for name, flat in self.weights.buffers().items():
-            items.append(OffloadItem(name, "param", flat, "drop" if name in scratch else "copy"))
+        items = [*self.weights.offload_items()]
         for parameter, name in self._parameter_names.items():
             if parameter.grad is not None:
                 items.append(OffloadItem(f"{name}.grad", "grad", local_of(parameter.grad)))

@@ -71,6 +71,7 @@ class MegatronAdaptor(AdaptorWithSources):
         self.fingerprint = model.fingerprint
         self.lora = lora
         self.rank = model.rank
+        self.table = model.table
         if model.norm_factors is not None:
             self.computed.append(model.norm_factors)
         if model.adapters.weights and lora == "merged":
@@ -135,7 +136,7 @@ class MegatronAdaptor(AdaptorWithSources):
                 *(shard for shard in stored if shard.region.tensor in self.sent_as_stored),
             ]
         held = {shard.region.tensor for shard in shards}
-        refined = self.model.table.refined_shapes
+        refined = self.table.refined_shapes
         shapes = {name: shape for name, shape in refined.items() if name in held}
         # Adapters are not in the name table; their shapes follow from the adapted weights.
         for matrix in self._separate_matrices():
@@ -240,20 +241,20 @@ class MegatronAdaptor(AdaptorWithSources):
         # A computed tensor is contiguous and of the same shape as the weight.
         shards = []
         for member in self.model.members(name, tensor):
-            match = self.model.table.match(member.name)
+            match = self.table.match(member.name)
             if match is None:
                 raise ValueError("the model's name table has no such parameter")
-            shards += self._held(match.packing, match, self.model.table.shapes, member, home)
+            shards += self._held(match.packing, match, self.table.shapes, member, home)
         return shards
 
     def names_of(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Return the canonical tensors that are packed in a tensor of the model, on all ranks."""
         names = []
         for member in self.model.members(name, tensor):
-            match = self.model.table.match(member.name)
+            match = self.table.match(member.name)
             if match is not None:
                 names += [packed.format(**match.indices) for packed in match.packing.tensors()]
-        return [name for name in dict.fromkeys(names) if name in self.model.table.shapes]
+        return [name for name in dict.fromkeys(names) if name in self.table.shapes]
 
     def _separate_matrices(self) -> Iterator[_LoraMatrix]:
         """Yield this rank's LoRA matrices if they are resharded separately.
@@ -266,11 +267,11 @@ class MegatronAdaptor(AdaptorWithSources):
         # Layers of a type share their shapes, and computing them walks the name table.
         @cache
         def shapes_of(module: str, lora_rank: int) -> Shapes:
-            return adapter_shapes(self.model.table, {module}, lora_rank)
+            return adapter_shapes(self.table, {module}, lora_rank)
 
         for name, parameter in self.model.named_lora():
             module, _, matrix = name.partition(LORA)
-            match = self.model.table.match(f"{module}.weight")
+            match = self.table.match(f"{module}.weight")
             assert match is not None, name
             # A is [rank, in], B is [out, rank].
             is_a = matrix == "linear_in.weight"
@@ -299,9 +300,9 @@ class MegatronAdaptor(AdaptorWithSources):
         """Return the canonical tensors of which a tensor of the model holds parts, sorted."""
         names: set[str] = set()
         for member in self.model.members(name, tensor):
-            match = self.model.table.match(member.name)
+            match = self.table.match(member.name)
             if match is not None:
-                shapes = self.model.table.shapes
+                shapes = self.table.shapes
                 shards = self._held(match.packing, match, shapes, member, Home(name, 0))
                 names |= {shard.region.tensor for shard in shards}
         return sorted(names)

@@ -43,6 +43,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.computed_sources import ModelTrainer
 from hybrid_engine.backends.megatron import adapted_weights, forward_probe, internals
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.internals import (
@@ -61,7 +62,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
     backward_items,
     unreadable_parameters,
 )
-from hybrid_engine.backends.training_side import GuardedState, Modules, dtype_name, is_frozen
+from hybrid_engine.backends.training_side import Modules, dtype_name
 from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, Violation, Violations
@@ -99,7 +100,7 @@ _DISPATCHER_CONSTANTS = frozenset(
 """Tensors of a token dispatcher that do not come from a forward pass."""
 
 
-class LiveModel(GuardedState):
+class LiveModel(ModelTrainer):
     """Share of a model on this rank: its weights, and the state that can leave the device.
 
     Constructing it does not change the model.
@@ -119,6 +120,7 @@ class LiveModel(GuardedState):
         UnsupportedVersionError: this megatron-core was not tested.
     """
 
+    weights: MegatronAdaptor
     cannot_compute = ""
     """Reason why the model must not run a forward pass; empty if it may."""
 
@@ -158,19 +160,8 @@ class LiveModel(GuardedState):
         )
 
     @property
-    def unserved(self) -> list[str]:
-        table = self.weights.model.table
-        return [name for name in table.shapes if not table.is_served(name)]
-
-    @property
     def version(self) -> int:
         return 0 if self.optimizer is None else weight_version(self.optimizer)
-
-    @property
-    def frozen(self) -> list[str]:
-        """Canonical tensors of this rank with source parameters that require no gradient now."""
-        origins = self.weights.origins()
-        return [name for name, tensors in origins.items() if all(map(is_frozen, tensors))]
 
     @property
     def process_groups(self) -> list[torch.distributed.ProcessGroup]:
@@ -180,7 +171,8 @@ class LiveModel(GuardedState):
     def offload_items(self) -> list[OffloadItem]:
         """See the port. Moves optimizer state into elastic buffers, once it exists."""
         items = [
-            *self._parameters(),
+            *self.weights.offload_items(),
+            *backward_items(self.weights.model.quantised_weights),
             *_shared_caches(),
             *_left_by_forward(self._moe_layers),
             *self._gradients,
@@ -189,23 +181,16 @@ class LiveModel(GuardedState):
             items += _optimizer_state(self.optimizer)
         return items
 
-    def _parameters(self) -> Iterator[OffloadItem]:
-        # `prepare` recomputes the contents of scratch buffers, so they need no copy.
-        scratch = self.weights.scratch
-        for name, tensor in self.weights.allocated().items():
-            yield OffloadItem(name, "param", tensor, "drop" if name in scratch else "copy")
-        yield from backward_items(self.weights.model.quantised_weights)
-
     def probe_limits(self) -> ProbeLimits:
         if self.cannot_compute:
             return ProbeLimits(self.cannot_compute)
-        return forward_probe.probe_limits(self.chunks, self.weights.model.table)
+        return forward_probe.probe_limits(self.chunks, self.weights.table)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """See `probes.Probed`. Finishes pending gathers first; the model is in evaluation mode."""
         self.guard(["param"])
         self.weights.finish_pending()
-        dims = self.weights.model.table.dims
+        dims = self.weights.table.dims
         return forward_probe.probe(self.chunks, dims.vocab_size, tokens, dims.num_experts)
 
     def attention(self, positions: Sequence[int] = POSITIONS) -> Attentions:
@@ -213,7 +198,7 @@ class LiveModel(GuardedState):
 
     def computed_settings(self) -> HfConfig:
         config = config_of(self.chunks[0])
-        return forward_probe.own_settings(config, self.weights.model.table)
+        return forward_probe.own_settings(config, self.weights.table)
 
     def reload_main_params(self) -> None:
         """Copy the model's parameters, after a write, into the optimizer's main parameters."""
