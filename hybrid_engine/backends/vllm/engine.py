@@ -76,12 +76,13 @@ from hybrid_engine.backends.vllm.requests import (
     zero_caches,
 )
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
+from hybrid_engine.backends.vllm.weights.drafter import join, trace_new
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.postload import require_quantised
-from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
+from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
-from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
+from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
+from hybrid_engine.backends.vllm.weights.tracing import dtypes_of
 from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
     WeightMemory,
@@ -93,7 +94,7 @@ from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.config_reads import Reads
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeImage, ProbeLimits
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
+from hybrid_engine.errors import ArgumentError, ConfigError, StateError
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.messages import decode
 from hybrid_engine.models.derived import PLACEHOLDER_BIAS, placeholder_tokens
@@ -443,9 +444,9 @@ class InferenceEngine(CompletingEngine):
         `owner` ends groups that are made here.
         """
         sleeps = arguments.is_sleepy(self.settings, self._device_type)
-        names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
-        torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
-
+        torch_dtypes = dtypes_of(tensors, getattr(torch, self.settings.dtype), dtypes)
+        without_lora = "set max_loras to 0" if self.settings.max_loras else ""
+        models: list[ProcessedModel] = []
         llm_arguments = arguments.llm_arguments(self.settings, self._device_type)
         reads: ConfigReads = llm_arguments["hf_overrides"]
         self._config_reads = reads
@@ -453,41 +454,27 @@ class InferenceEngine(CompletingEngine):
         def trace(model: torch.nn.Module, model_config: Any) -> TracedModel:
             with self._agreement.phase("tracing vLLM's loader"):
                 require_positions(model, model_config.max_model_len)
-                if model_config.runner_type == "draft":
-                    return trace_drafter(model, tensors, torch_dtypes, self.rank)
-                reads.require_known(model)
-                reads.stop()
-                traced = trace_model(model, tensors, torch_dtypes, self.rank)
-                if self.settings.max_loras and traced.staged:
-                    raise ModelError(
-                        f"{', '.join(traced.staged)} can only be written by the model's own "
-                        "loader, which does not know the layers that LoRA wraps: set "
-                        "max_loras to 0",
-                        code="staged-with-lora",
-                    )
-            return traced
+                if model_config.runner_type != "draft":
+                    reads.require_known(model)
+                    reads.stop()
+                rank = self.rank
+                return trace_new(model, model_config, tensors, torch_dtypes, rank, without_lora)
 
-        def inspect(
-            traced: TracedModel, context: Context, act_dtype: torch.dtype, is_collective: bool
-        ) -> ProcessedModel:
+        @contextlib.contextmanager
+        def inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
             barrier = self._barrier(is_collective, owner)
             # Peers of a failed rank may be inside a collective of vLLM, unable to notice it.
             patience = SHORT_PATIENCE if barrier.is_collective else None
             with self._agreement.phase("inspecting what vLLM computes with", patience):
-                keeps_addresses = self._device_type != "cpu"
-                is_eager = arguments.is_eager(self.settings, self._device_type)
-                processed = inspect_model(
-                    traced,
-                    context,
-                    act_dtype,
-                    keeps_addresses,
-                    barrier,
-                    has_graphs=keeps_addresses and not is_eager,
-                )
-                method = self._quantization()
-                if method is not None:
-                    require_quantised(processed.modules, method, logs=self.rank == 0)
-                return processed
+                yield barrier
+
+        def keep(_model: torch.nn.Module, processed: ProcessedModel) -> None:
+            models.append(processed)
+            method = self.settings.generate.quantization
+            if self.settings.quantization_config is not None:
+                method = format_in(self.settings.quantization_config).method
+            if method not in (None, UNQUANTISED):
+                require_quantised(processed.modules, method, logs=self.rank == 0)
 
         with (
             isolation.building_groups(self.settings, self.job),
@@ -499,7 +486,7 @@ class InferenceEngine(CompletingEngine):
             from vllm import LLM
 
             with (
-                capturing(trace, inspect) as models,
+                capturing(trace, inspecting, keep),
                 reads.checked(),
                 internals.ROUTES_GROUP.replaced(_returning_on_all)
                 if self.settings.generate.router_replay
@@ -511,13 +498,6 @@ class InferenceEngine(CompletingEngine):
 
                     cpu_worker.attach(llm)
         return llm, models
-
-    def _quantization(self) -> str | None:
-        """Return the method that quantises layers of this engine, here or in training."""
-        if self.settings.quantization_config is not None:
-            return format_in(self.settings.quantization_config).method
-        method = self.settings.generate.quantization
-        return None if method == UNQUANTISED else method
 
     def _barrier(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingBarrier:
         """Return the barrier for processing weights, with a group if any rank needs one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import (
     matrices_of_modules,
     trace_without_memory,
 )
+from hybrid_engine.backends.vllm.weights.tracing import dtypes_of
 from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import HybridEngineError, ModelError, StateError
 from hybrid_engine.layouts.kv_cache import LayerCache
@@ -147,7 +148,7 @@ def quantised_at_position(
     unquantised model of the same position shows which weights are loaded into these layers. Like
     `layout_of_position` otherwise, also in its arguments and errors.
     """
-    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+    torch_dtypes = dtypes_of(tensors, getattr(torch, settings.dtype), dtypes)
     position = _position_of(job)
     generate = settings.generate.model_copy(update={"quantization": UNQUANTISED})
     plain = replace(settings, quantization_config=None, generate=generate)
@@ -174,7 +175,7 @@ def _tracer(
     tensors: Shapes,
     dtypes: OwnDtypes,
 ) -> Callable[[torch.nn.Module], Layout]:
-    torch_dtypes = _torch_dtypes(settings, tensors, dtypes)
+    torch_dtypes = dtypes_of(tensors, getattr(torch, settings.dtype), dtypes)
     return partial(trace_without_memory, tensors=tensors, dtypes=torch_dtypes, rank=position.rank)
 
 
@@ -205,13 +206,6 @@ def _kv_caches() -> tuple[tuple[LayerCache, ...], int]:
             window = spec.attention_chunk_size
         caches.append(LayerCache(-(-spec.page_size_bytes // spec.block_size), window))
     return tuple(caches), config.model_config.max_model_len
-
-
-def _torch_dtypes(
-    settings: InferenceSettings, tensors: Iterable[str], dtypes: OwnDtypes
-) -> dict[str, torch.dtype]:
-    names = dict.fromkeys(tensors, settings.dtype) | dict(dtypes or {})
-    return {name: getattr(torch, dtype) for name, dtype in names.items()}
 
 
 def _read_at(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -11,14 +13,15 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.config_reads import is_of_vllm
-from hybrid_engine.backends.vllm.weights.drafter import join, trace_drafter
+from hybrid_engine.backends.vllm.weights.drafter import join, trace_new
 from hybrid_engine.backends.vllm.weights.loader import loader_class
-from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
+from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
-from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel, trace_model
+from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
+from hybrid_engine.backends.vllm.weights.tracing import dtypes_of
 from hybrid_engine.compute_check.config_reads import ReadRecorder, Reads
 from hybrid_engine.config.keys import TRAINED_DRAFT
-from hybrid_engine.errors import ModelError, StateError
+from hybrid_engine.errors import StateError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.groups import RankGroup
@@ -57,7 +60,7 @@ def register_loader(name: str) -> None:
     """Register the load format with vLLM."""
     from vllm.model_executor.model_loader import register_model_loader
 
-    class RecordingLoader(loader_class(_trace, _inspect, _keep)):  # type: ignore[misc]
+    class RecordingLoader(loader_class(_trace, _inspecting, _keep)):  # type: ignore[misc]
         """A loader that records which keys of config.json the model reads."""
 
         def load_model(
@@ -83,21 +86,12 @@ def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
     # Of the main model, also for a drafter.
     table = table_for(vllm_config.model_config.hf_config.to_dict())
     _require_filled_drafter(vllm_config, table)
-    dtypes = dict.fromkeys(table.shapes, config.dtype)
-    for name, dtype in (table.dtypes or {}).items():
-        dtypes[name] = getattr(torch, dtype)
-    workers = internals.WORLD_GROUP.load()()
+    dtypes = dtypes_of(table.shapes, config.dtype, table.dtypes)
+    has_lora = vllm_config.lora_config is not None
+    without_lora = "start the server without --enable-lora" if has_lora else ""
     # The rank is provisional: each job assigns another one, see `VllmAdaptor.take_place`.
-    if config.runner_type == "draft":
-        return trace_drafter(model, table.shapes, dtypes, workers.rank)
-    traced = trace_model(model, table.shapes, dtypes, workers.rank)
-    if traced.staged and vllm_config.lora_config is not None:
-        raise ModelError(
-            f"{', '.join(traced.staged)} can only be written by the model's own loader, which does "
-            "not know the layers that LoRA wraps: start the server without --enable-lora",
-            code="staged-with-lora",
-        )
-    return traced
+    rank = internals.WORLD_GROUP.load()().rank
+    return trace_new(model, config, table.shapes, dtypes, rank, without_lora)
 
 
 def _require_filled_drafter(vllm_config: Any, table: ModelTable) -> None:
@@ -115,31 +109,17 @@ def _require_filled_drafter(vllm_config: Any, table: ModelTable) -> None:
         )
 
 
-def _inspect(
-    traced: TracedModel, context: Context, dtype: torch.dtype, is_collective: bool
-) -> ProcessedModel:
-    from vllm.config import get_current_vllm_config
-
-    device = next(iter(traced.storages.values())).device
-    keeps_addresses = device.type != "cpu"
-    with context():
-        is_eager = get_current_vllm_config().model_config.enforce_eager
-    # vLLM captures no graphs on a CPU.
-    has_graphs = keeps_addresses and not is_eager
-    barrier = _barrier(is_collective)
-    return inspect_model(traced, context, dtype, keeps_addresses, barrier, has_graphs)
-
-
-def _barrier(is_collective: bool) -> ProcessingBarrier:
-    """Return a barrier, with a group of all workers if vLLM's processing is collective in any."""
+@contextlib.contextmanager
+def _inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
+    """Yield a barrier, with a group of all workers if vLLM's processing is collective in any."""
     workers = internals.WORLD_GROUP.load()()
-    if workers.world_size == 1:
-        return ProcessingBarrier()
-    is_any = torch.tensor([is_collective], dtype=torch.int64)
     # All workers must use the same barrier, even if only some of them communicated.
-    dist.all_reduce(is_any, dist.ReduceOp.MAX, group=workers.cpu_group)
-    if not is_any:
-        return ProcessingBarrier()
+    is_any = torch.tensor([is_collective], dtype=torch.int64)
+    if workers.world_size > 1:
+        dist.all_reduce(is_any, dist.ReduceOp.MAX, group=workers.cpu_group)
+    if workers.world_size == 1 or not is_any:
+        yield ProcessingBarrier()
+        return
     world = World.of_default_group()
     group = RankGroup(world, "processing", range(world.size), _PROCESSING_TIMEOUT)
-    return ProcessingBarrier(world.rank, group)
+    yield ProcessingBarrier(world.rank, group)

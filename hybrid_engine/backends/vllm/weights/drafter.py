@@ -60,6 +60,32 @@ def trace_drafter(
     return traced
 
 
+def trace_new(
+    model: torch.nn.Module,
+    config: Any,
+    tensors: Shapes,
+    dtypes: Dtypes,
+    rank: int,
+    without_lora: str,
+) -> TracedModel:
+    """Trace a main model or a drafter, as `trace_model` does.
+
+    Args:
+        config: its vLLM `ModelConfig`.
+        without_lora: how to build vLLM without LoRA; "" if it is built so.
+    """
+    if config.runner_type == "draft":
+        return trace_drafter(model, tensors, dtypes, rank)
+    traced = trace_model(model, tensors, dtypes, rank)
+    if traced.staged and without_lora:
+        raise ModelError(
+            f"{', '.join(traced.staged)} can only be written by the model's own loader, which does "
+            f"not know the layers that LoRA wraps: {without_lora}",
+            code="staged-with-lora",
+        )
+    return traced
+
+
 def join(main: ProcessedModel, drafter: ProcessedModel) -> ProcessedModel:
     """Return one model with the groups of both; call once vLLM has shared modules between them.
 

@@ -1,12 +1,12 @@
 """The hook into vLLM's start-up: a load format whose loader traces the new model and reads no file.
 
-    with capturing(trace, inspect) as models:
-        LLM(load_format=LOAD_FORMAT, ...)    constructed -> trace -> processed by vLLM -> inspect
-    models[0]
+    with capturing(trace, inspecting, keep):
+        LLM(load_format=LOAD_FORMAT, ...)    constructed -> trace -> processed by vLLM -> inspected
+                                             in `inspecting` -> keep
 
 vLLM makes loaders by name from a registry and passes them none of our objects. Inside the context
-the name is registered for a class that refers to both functions. A server's workers register such a
-class under a different name (vllm_plugin.py).
+the name is registered for a class that refers to these functions. A server's workers register such
+a class under a different name (vllm_plugin.py).
 """
 
 from __future__ import annotations
@@ -18,50 +18,44 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel
-from hybrid_engine.backends.vllm.weights.processing_barrier import channels_taken
-from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel
+from hybrid_engine.backends.vllm.weights.processed_model import ProcessedModel, inspect_model
+from hybrid_engine.backends.vllm.weights.processing_barrier import (
+    ProcessingBarrier,
+    channels_taken,
+)
+from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 
 LOAD_FORMAT = "hybrid_engine_colocated"
 
 Trace = Callable[[torch.nn.Module, Any], TracedModel]
-Inspect = Callable[[TracedModel, Context, torch.dtype, bool], ProcessedModel]
+Inspecting = Callable[[bool], contextlib.AbstractContextManager[ProcessingBarrier]]
+Keep = Callable[[torch.nn.Module, ProcessedModel], None]
 
 
 @contextlib.contextmanager
-def capturing(trace: Trace, inspect: Inspect) -> Iterator[list[ProcessedModel]]:
-    """Trace and process a model that vLLM loads with `LOAD_FORMAT` in this context; load no file.
+def capturing(trace: Trace, inspecting: Inspecting, keep: Keep) -> Iterator[None]:
+    """Trace and process models that vLLM loads with `LOAD_FORMAT` in this context; load no file.
 
     Args:
-        trace: called with the model before its weights are processed, and its vLLM `ModelConfig`.
-        inspect: called after the processing with the first arguments of `inspect_model`, and
-            whether ranks communicated during the processing.
+        trace: called with a model before its weights are processed, and its vLLM `ModelConfig`.
+        inspecting: context in which a processed model is inspected and kept, of the barrier of the
+            ranks that process it together. It is called with whether ranks communicated during the
+            processing.
+        keep: called with the model and what was found.
     """
     from vllm.model_executor.model_loader import register_model_loader
 
-    models: list[ProcessedModel] = []
-
-    def keep(_: torch.nn.Module, processed: ProcessedModel) -> None:
-        models.append(processed)
-
     register = register_model_loader(LOAD_FORMAT)
-    register(loader_class(trace, inspect, keep))
+    register(loader_class(trace, inspecting, keep))
     try:
-        yield models
+        yield
     finally:
         # vLLM has no function that removes a load format.
         del internals.LOADERS.load()[LOAD_FORMAT]
 
 
-def loader_class(
-    trace: Trace,
-    inspect: Inspect,
-    keep: Callable[[torch.nn.Module, ProcessedModel], None],
-) -> type:
-    """Return a vLLM loader class that traces and inspects; see `capturing`.
-
-    `keep` is called with the loaded model and the result of `inspect`.
-    """
+def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
+    """Return a vLLM loader class that traces and inspects; see `capturing`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
 
@@ -92,11 +86,20 @@ def loader_class(
                 with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
                     yield
 
+            traced = self._traced
+            device = next(iter(traced.storages.values())).device
+            keeps_addresses = device.type != "cpu"
+            # vLLM captures no graphs on a CPU.
+            has_graphs = keeps_addresses and not vllm_config.model_config.enforce_eager
             # Filled between tracing and the end of the processing, when the first real processing
             # ran.
             is_collective = bool(self._taken)
-            processed = inspect(self._traced, context, model_config.dtype, is_collective)
-            keep(model, processed)
+            dtype = model_config.dtype
+            with inspecting(is_collective) as barrier:
+                keep(
+                    model,
+                    inspect_model(traced, context, dtype, keeps_addresses, barrier, has_graphs),
+                )
             return model
 
     return CapturingLoader

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.engine_settings import OwnDtypes
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.ranks.torch_internals import storage_id
 from hybrid_engine.records.regions import (
@@ -49,6 +50,12 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Dtypes = Mapping[str, torch.dtype]
 NamedModules = Mapping[str, torch.nn.Module]
 """Modules by path."""
+
+
+def dtypes_of(tensors: Iterable[str], dtype: torch.dtype, others: OwnDtypes) -> Dtypes:
+    """Return the dtype of each tensor: `dtype`, unless `others` has its name."""
+    different = {name: getattr(torch, other) for name, other in (others or {}).items()}
+    return dict.fromkeys(tensors, dtype) | different
 
 
 @dataclass(frozen=True, slots=True)
