@@ -236,16 +236,37 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
 
     Raises ConfigError with vLLM's complaints, and with reasons why vLLM could not generate.
     """
-    if settings.quantization_config is not None:
-        _check_block_kernels(format_in(settings.quantization_config).method)
-    elif settings.generate.quantization != UNQUANTISED:
-        _check_quantization(settings.generate.quantization, device_type)
-    _check_extra(settings, device_type)
-    _check_allocator(settings, device_type)
-    from vllm.model_executor.models import supports_lora
-
+    require_none(_refused_settings(settings, device_type))
     config, model_class = _accepted_config(settings, rank, device_type)
     require_none(_cannot_generate(config, device_type, settings.generate.drafts_with_mtp))
+    require_none(_without_kernels(config, model_class, device_type, settings.max_loras))
+
+
+def _refused_settings(settings: InferenceSettings, device_type: str) -> Violations:
+    """Yield settings that vLLM would not refuse itself, or too late."""
+    if settings.quantization_config is not None:
+        yield from _no_block_kernels(format_in(settings.quantization_config).method)
+    elif settings.generate.quantization != UNQUANTISED:
+        yield from _refused_quantization(settings.generate.quantization, device_type)
+    yield from _refused_extra(settings, device_type)
+    # torch's other allocator has no memory pools, which sleep mode needs.
+    if is_sleepy(settings, device_type):
+        configuration = internals.ALLOCATOR_CONFIG.load().current_alloc_conf()
+        if "cudaMallocAsync" in configuration:
+            yield Violation(
+                "PYTORCH_CUDA_ALLOC_CONF",
+                "backend:cudaMallocAsync has no memory pools",
+                "Leave the backend out, or set generate_config.vllm: {enable_sleep_mode: false}",
+                code="no-memory-pools",
+            )
+
+
+def _without_kernels(
+    config: VllmConfig, model_class: type[Any], device_type: str, max_loras: int
+) -> Violations:
+    """Yield what vLLM has no kernels for with this model, of quantization and of LoRA."""
+    from vllm.model_executor.models import supports_lora
+
     is_moe_on_cpu = device_type == "cpu" and config.model_config.is_moe
     quantization = config.model_config.quantization
     if quantization is not None and is_moe_on_cpu:
@@ -253,8 +274,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         if not internals.HAS_AMX.load()():
             lack = "need AMX, which this CPU has not"
         problem = f"{quantization!r} on cpu: vLLM's kernels for quantised experts {lack}"
-        violation = Violation("quantization", problem, "Leave it out", code="no-kernel")
-        raise ConfigError([violation])
+        yield Violation("quantization", problem, "Leave it out", code="no-kernel")
     reason = ""
     if not supports_lora(model_class):
         reason = f"vLLM's {model_class.__name__} does not support LoRA"
@@ -262,10 +282,10 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         reason = "vLLM's kernels for experts with LoRA do not run on CPU"
     elif device_type == "cuda" and config.model_config.dtype == torch.float32:
         reason = "vLLM's LoRA kernels on CUDA take float16 and bfloat16, and the dtype is float32"
-    if settings.max_loras and reason:
-        problem = f"{settings.max_loras}, but {reason}"
+    if max_loras and reason:
+        problem = f"{max_loras}, but {reason}"
         remedy = "Set it to 0 and merge it into the weights"
-        raise ConfigError([Violation("max_loras", problem, remedy, code="lora-unsupported")])
+        yield Violation("max_loras", problem, remedy, code="lora-unsupported")
 
 
 def _accepted_config(
@@ -278,10 +298,9 @@ def _accepted_config(
         config = engine_config(settings, rank, device_type, load_format="dummy")
         model_class, _ = get_model_architecture(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
+        texts = [str(error)]
         if isinstance(error, ValidationError):
             texts = [str(detail["msg"]) for detail in error.errors()]
-        else:
-            texts = [str(error)]
         messages = [text.removeprefix("Value error, ").rstrip(". ") for text in texts]
         raise ConfigError(
             [Violation("vLLM", message, _REMEDY, code="refused-by-vllm") for message in messages]
@@ -289,32 +308,28 @@ def _accepted_config(
     return config, model_class
 
 
-def _check_extra(settings: InferenceSettings, device_type: str) -> None:
-    """Raise ConfigError for extra arguments that are unknown or follow from other keys."""
+def _refused_extra(settings: InferenceSettings, device_type: str) -> Violations:
+    """Yield extra arguments that are unknown or follow from other keys."""
     from vllm import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     derived = _derived_arguments(settings, device_type)
-    violations = []
     for name in settings.generate.vllm:
         key = f"generate_config.vllm.{name}"
         if name not in known:
             close = nearest(name, known)
+            remedy = "See the engine arguments in vLLM's documentation"
             if close:
                 remedy = f"Did you mean {close}?"
-            else:
-                remedy = "See the engine arguments in vLLM's documentation"
-            problem = "this vLLM has no such argument"
-            violations.append(Violation(key, problem, remedy, code="unknown-key"))
+            yield Violation(key, "this vLLM has no such argument", remedy, code="unknown-key")
         elif name in derived:
             problem = f"it follows from other keys: {derived[name]!r}"
             remedy = "Leave it out; set those of generate_config"
-            violations.append(Violation(key, problem, remedy, code="derived-argument"))
-    require_none(violations)
+            yield Violation(key, problem, remedy, code="derived-argument")
 
 
-def _check_quantization(chosen: str | None, device_type: str) -> None:
-    """Raise ConfigError for a method that cannot be fed on this platform, naming those that can.
+def _refused_quantization(chosen: str | None, device_type: str) -> Violations:
+    """Yield a method that cannot be fed on this platform, naming those that can.
 
     Only methods that quantise while loading can be fed: a quantised checkpoint has other tensors
     than training does.
@@ -327,49 +342,29 @@ def _check_quantization(chosen: str | None, device_type: str) -> None:
         )
         names = " or ".join(map(repr, known))
         remedy = f"Use {names}, or leave it out" if known else "Leave it out"
-        raise ConfigError(
-            [Violation("quantization", problem, remedy, code="quantization-unsupported")]
-        )
+        yield Violation("quantization", problem, remedy, code="quantization-unsupported")
 
 
-def _check_block_kernels(method: str) -> None:
-    """Raise ConfigError if vLLM has no kernel for weights in blocks on this device, and why."""
+def _no_block_kernels(method: str) -> Violations:
+    """Yield a violation if vLLM has no kernel for weights in blocks on this device, and why."""
     from vllm.platforms import current_platform
 
     by_platform = internals.BLOCK_KERNELS[method].load()
-    lacks = {}
+    lacks = []
     for kernel in by_platform.get(current_platform._enum, ()):
         is_supported, lack = kernel.is_supported()
         if is_supported:
             return
-        lacks[kernel.__name__] = lack
-    reasons = "; ".join(f"{name} {lack}" for name, lack in lacks.items())
-    if not reasons:
-        names = sorted(platform.name for platform, kernels in by_platform.items() if kernels)
-        reasons = f"its kernels are for {', '.join(names)}"
-    violation = Violation(
+        lacks.append(f"{kernel.__name__} {lack}")
+    names = sorted(platform.name for platform, kernels in by_platform.items() if kernels)
+    reasons = "; ".join(lacks) or f"its kernels are for {', '.join(names)}"
+    yield Violation(
         "generate_config.quantization",
         f"{method} in blocks, by config.json or this key, but vLLM has no kernel for it on this "
         f"{current_platform.device_type}: {reasons}",
         f"Set it to {UNQUANTISED} to generate with unquantised weights, or use another device",
         code="no-kernel",
     )
-    raise ConfigError([violation])
-
-
-def _check_allocator(settings: InferenceSettings, device_type: str) -> None:
-    """Raise ConfigError for sleep mode with a torch allocator that has no memory pools."""
-    if not is_sleepy(settings, device_type):
-        return
-    allocator = internals.ALLOCATOR_CONFIG.load()
-    if "cudaMallocAsync" in allocator.current_alloc_conf():
-        violation = Violation(
-            "PYTORCH_CUDA_ALLOC_CONF",
-            "backend:cudaMallocAsync has no memory pools",
-            "Leave the backend out, or set generate_config.vllm: {enable_sleep_mode: false}",
-            code="no-memory-pools",
-        )
-        raise ConfigError([violation])
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.backends.vllm.arguments import _check_allocator, check_arguments, llm_arguments
+from hybrid_engine.backends.vllm.arguments import _refused_settings, check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.config import GenerateConfig, inference_rules
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
@@ -178,10 +178,10 @@ def test_an_allocator_without_memory_pools_is_refused_with_sleep_mode(
     with violated(ConfigError, ("PYTORCH_CUDA_ALLOC_CONF", "no-memory-pools")):
         check_arguments(InferenceSettings(model), 0, "cuda")
     awake = settings_of(model, vllm={"enable_sleep_mode": False})  # sleep mode is on by default
-    _check_allocator(awake, "cuda")
+    assert not [*_refused_settings(awake, "cuda")]
     assert llm_arguments(InferenceSettings(model), "cuda")["enable_sleep_mode"] is True
     assert llm_arguments(awake, "cuda")["enable_sleep_mode"] is False
-    _check_allocator(InferenceSettings(model), "cpu")
+    assert not [*_refused_settings(InferenceSettings(model), "cpu")]
 
 
 def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
