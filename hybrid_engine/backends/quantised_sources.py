@@ -35,7 +35,7 @@ from hybrid_engine.backends.computed_sources import (
 )
 from hybrid_engine.backends.training_side import Origins, layout_in
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.block_quantization import BlockQuantization
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -198,16 +198,14 @@ class QuantisedSources:
             if is_split:
                 names.append(name)
         if names:
-            problem = (
+            raise ConfigError.of(
+                "generate_config.quantization",
                 f"{self._format.method}, but training has several scales, or ranks, in a block of "
-                f"{len(names)} weights that it keeps in 8 bits, first {names[0]}"
-            )
-            remedy = (
+                f"{len(names)} weights that it keeps in 8 bits, first {names[0]}",
                 "Use parallel sizes that divide its rows and columns into whole blocks, or set it "
-                f"to {UNQUANTISED}"
+                f"to {UNQUANTISED}",
+                code="blocks-with-several-scales",
             )
-            key = "generate_config.quantization"
-            raise ConfigError([Violation(key, problem, remedy, code="blocks-with-several-scales")])
 
     def _is_cut(self, name: str, held: Sequence[Region]) -> bool:
         blocks = self._format.blocks

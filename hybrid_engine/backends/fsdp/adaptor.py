@@ -194,15 +194,25 @@ def _violations(
             problem = f"rank {rank} is above vLLM's {VLLM_LORA_RANKS[-1]}"
         else:
             continue
-        problem = f"adapter, but {lora.a} cannot be delivered: {problem}"
-        violations.append(Violation(KEY, problem, "Use merge", code="cannot-deliver-adapter"))
+        violations.append(
+            Violation(
+                KEY,
+                f"adapter, but {lora.a} cannot be delivered: {problem}",
+                "Use merge",
+                code="cannot-deliver-adapter",
+            )
+        )
     counts = Counter(lora.weight for lora in loras)
     shared = [name for name, count in counts.items() if count > 1]
     if shared:
         problem = f"adapter, but {len(shared)} weights have several active adapters"
-        remedy = "Activate one by set_adapter, or use merge"
         violations.append(
-            Violation(KEY, f"{problem}, first {shared[0]}", remedy, code="several-adapters")
+            Violation(
+                KEY,
+                f"{problem}, first {shared[0]}",
+                "Activate one by set_adapter, or use merge",
+                code="several-adapters",
+            )
         )
     return violations
 

@@ -94,29 +94,42 @@ def _untrainable(model: torch.nn.Module) -> Violations:
         if hasattr(module, "parameter_name") or len(getattr(module, "lora_embedding_A", ()))
     ]
     if not isinstance(transformers_model(model), PreTrainedModel):
-        problem = f"is a {type(model).__name__}"
-        yield Violation("model", problem, "Pass a causal LM of transformers", code="wrong-value")
+        yield Violation(
+            "model",
+            f"is a {type(model).__name__}",
+            "Pass a causal LM of transformers",
+            code="wrong-value",
+        )
     if any(isinstance(parameter, DTensor) for parameter in named.values()):
-        remedy = "Pass it as it was: actor_config.fsdp shards it"
-        yield Violation("model", "is sharded", remedy, code="already-sharded")
+        yield Violation(
+            "model",
+            "is sharded",
+            "Pass it as it was: actor_config.fsdp shards it",
+            code="already-sharded",
+        )
     if not trained:
-        problem = "has no parameter that requires a gradient"
-        remedy = (
-            "Pass one of get_peft_model, or of PeftModel.from_pretrained(..., is_trainable=True)"
+        yield Violation(
+            "model",
+            "has no parameter that requires a gradient",
+            "Pass one of get_peft_model, or of PeftModel.from_pretrained(..., is_trainable=True)",
+            code="nothing-is-trained",
         )
-        yield Violation("model", problem, remedy, code="nothing-is-trained")
     if coarse:
-        problem = f"trains {len(coarse)} parameters that are not float32, first {coarse[:1]}"
-        remedy = (
+        yield Violation(
+            "model",
+            f"trains {len(coarse)} parameters that are not float32, first {coarse[:1]}",
             "Load it in float32, with actor_config.fsdp.mixed_precision, or train adapters, which "
-            "PEFT keeps in float32"
+            "PEFT keeps in float32",
+            code="not-float32",
         )
-        yield Violation("model", problem, remedy, code="not-float32")
     # FSDP gathers for the forward pass of a module, which these adapters lack.
     if mixed and len({parameter.dtype for parameter in named.values()}) > 1:
-        problem = f"has adapters of another dtype, first {mixed[:1]}"
-        remedy = "Load it in float32, or adapt linear layers alone"
-        yield Violation("model", problem, remedy, code="several-dtypes")
+        yield Violation(
+            "model",
+            f"has adapters of another dtype, first {mixed[:1]}",
+            "Load it in float32, or adapt linear layers alone",
+            code="several-dtypes",
+        )
 
 
 def weights_dtype(weights: Tensors, wire_dtype: str | None) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 
 from hybrid_engine.backends.fsdp.internals import TorchDispatchMode, revert_weight_conversion
-from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError, Violation, clipped
+from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError, clipped
 from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
 from hybrid_engine.models.families import architecture_of
@@ -416,10 +416,12 @@ def packed_model_of(directory: Path, table: ModelTable) -> PackedModel:
     try:
         return packed_model(model, model.state_dict(keep_vars=True), table)
     except (ParameterMismatchError, AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = clipped(f"transformers builds another model from it: {error}", 1000)
-        remedy = "Check its config.json"
-        violation = Violation("model", problem, remedy, code="builds-another-model")
-        raise ConfigError([violation]) from error
+        raise ConfigError.of(
+            "model",
+            clipped(f"transformers builds another model from it: {error}", 1000),
+            "Check its config.json",
+            code="builds-another-model",
+        ) from error
 
 
 def model_of_config(
@@ -450,10 +452,12 @@ def model_of_config(
     except Exception as error:
         # Of any type: KeyError for an unknown name, AssertionError for an invalid size.
         cause = f"{type(error).__name__}: {error}"
-        problem = clipped(f"transformers builds no model from its config.json: {cause}", 1000)
-        remedy = "Compare it with the published one"
-        violation = Violation("model", problem, remedy, code="builds-no-model")
-        raise ConfigError([violation]) from error
+        raise ConfigError.of(
+            "model",
+            clipped(f"transformers builds no model from its config.json: {cause}", 1000),
+            "Compare it with the published one",
+            code="builds-no-model",
+        ) from error
 
 
 def _replace_head(model: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hybrid_engine.backends.huggingface import safetensors_files as files
-from hybrid_engine.errors import ConfigError, ParameterMismatchError, Violation, clipped
+from hybrid_engine.errors import ConfigError, ParameterMismatchError, clipped
 from hybrid_engine.files.checksums import CHECKSUMS, read_checksums, require_as_written
 from hybrid_engine.files.documents import given_path, read_json
 from hybrid_engine.files.durable import naming
@@ -78,7 +78,7 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
         remedy = "Download one commit, and name its directory"
         if key == "model":
             remedy = "Set revision to a commit"
-        raise ConfigError([Violation(key, problem, remedy, code="ranks-differ")])
+        raise ConfigError.of(key, problem, remedy, code="ranks-differ")
     if snapshot is None:
         return
     steps: Iterable[None] = ()
@@ -194,12 +194,13 @@ def _require_floats(stored: files.StoredTensors, directory: Path, key: str) -> N
     ]
     if quantized:
         name = quantized[0]
-        problem = (
+        raise ConfigError.of(
+            key,
             f"{directory} has quantised weights: {len(quantized)} tensors, e.g. {name} in "
-            f"{stored[name].dtype}"
+            f"{stored[name].dtype}",
+            f"Name a checkpoint in one of {', '.join(FLOATS)}",
+            code="quantized-weights",
         )
-        remedy = f"Name a checkpoint in one of {', '.join(FLOATS)}"
-        raise ConfigError([Violation(key, problem, remedy, code="quantized-weights")])
 
 
 def check_names(

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.files.durable import naming, sync
 from hybrid_engine.files.model_files import DOWNLOAD_AGAIN, weight_files
 from hybrid_engine.ranks.torch_internals import Tensors
@@ -83,9 +83,12 @@ def stored_tensors(directory: Path, key: str = "path") -> dict[str, StoredTensor
         # Two sets of weights are mixed, and either value may be the right one.
         if repeated := sorted(stored.keys() & tensors.keys()):
             name = repeated[0]
-            problem = f"{directory} has {name} in both {stored[name].file} and {file}"
-            remedy = "Download the checkpoint again"
-            raise ConfigError([Violation(key, problem, remedy, code="tensor-in-two-files")])
+            raise ConfigError.of(
+                key,
+                f"{directory} has {name} in both {stored[name].file} and {file}",
+                "Download the checkpoint again",
+                code="tensor-in-two-files",
+            )
         stored |= tensors
     return stored
 
@@ -97,9 +100,12 @@ def _tensors_of(path: Path, key: str) -> dict[str, StoredTensor]:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
         unsupported = {view.get_dtype() for view in slices.values()} - _DTYPES.keys()
         if unsupported:
-            problem = f"{path} has unsupported dtypes {sorted(unsupported)}"
-            remedy = f"Use one of {list(_DTYPES)}"
-            raise ConfigError([Violation(key, problem, remedy, code="unsupported-dtype")])
+            raise ConfigError.of(
+                key,
+                f"{path} has unsupported dtypes {sorted(unsupported)}",
+                f"Use one of {list(_DTYPES)}",
+                code="unsupported-dtype",
+            )
         for name, view in slices.items():
             shape = tuple(view.get_shape())
             tensors[name] = StoredTensor(path.name, shape, _DTYPES[view.get_dtype()])

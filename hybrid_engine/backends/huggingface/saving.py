@@ -184,10 +184,12 @@ def require_target(path: str | Path, table: ModelTable) -> None:
             check_names(stored_tensors(directory), table, directory)
         except HybridEngineError as error:
             reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
-            problem = f"{directory} has weights of another model ({reason})"
-            remedy = "Name another directory, or remove its weights"
-            violation = Violation("path", problem, remedy, code="weights-of-another-model")
-            raise ConfigError([violation]) from error
+            raise ConfigError.of(
+                "path",
+                f"{directory} has weights of another model ({reason})",
+                "Name another directory, or remove its weights",
+                code="weights-of-another-model",
+            ) from error
 
 
 def _dtype_name(dtype: object) -> str | None:
@@ -195,12 +197,13 @@ def _dtype_name(dtype: object) -> str | None:
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if name is None or (isinstance(name, str) and name in FLOATS):
         return name
-    problem = f"weights cannot be stored as {shortened(dtype)}"
-    remedy = (
+    raise ArgumentError.of(
+        "dtype",
+        f"weights cannot be stored as {shortened(dtype)}",
         f"Use one of {', '.join(FLOATS)}, as a name or torch's, or leave it out for the weights' "
-        "dtype"
+        "dtype",
+        code="unsupported-dtype",
     )
-    raise ArgumentError([Violation("dtype", problem, remedy, code="unsupported-dtype")])
 
 
 def _tensors_to_store(
@@ -473,17 +476,25 @@ def _require_replaceable(directory: Path) -> None:
     """Raise ConfigError if a directory, or the remains of a killed save, has foreign files."""
     violations = []
     if Path.cwd().is_relative_to(directory) or directory.is_mount():
-        problem = (
-            f"{directory} is a mount point, the working directory, or above it, and cannot be "
-            "replaced"
+        violations.append(
+            Violation(
+                "path",
+                f"{directory} is a mount point, the working directory, or above it, and cannot be "
+                "replaced",
+                "Name a directory below it",
+                code="not-replaceable",
+            )
         )
-        remedy = "Name a directory below it"
-        violations.append(Violation("path", problem, remedy, code="not-replaceable"))
     for place in (directory, incomplete(directory), replaced_path(directory)):
         if place.exists() and (names := _foreign_names(place)):
-            problem = f"{place} has files that are not part of a model: {first_of(names, 5)}"
-            remedy = "Save to another directory, or move these files away"
-            violations.append(Violation("path", problem, remedy, code="foreign-files"))
+            violations.append(
+                Violation(
+                    "path",
+                    f"{place} has files that are not part of a model: {first_of(names, 5)}",
+                    "Save to another directory, or move these files away",
+                    code="foreign-files",
+                )
+            )
     require_none(violations)
 
 

@@ -221,9 +221,14 @@ def unsupported_adapters(models: Modules) -> list[Violation]:
             if is_tied and name == "output_layer" and _kind(module) in _PARTS:
                 problem = _TIED
             if problem:
-                key = f"model_chunks[{index}]: {name}"
-                remedy = _REMEDIES.get(problem, _REMEDY)
-                violations.append(Violation(key, problem, remedy, code="unsupported-adapters"))
+                violations.append(
+                    Violation(
+                        f"model_chunks[{index}]: {name}",
+                        problem,
+                        _REMEDIES.get(problem, _REMEDY),
+                        code="unsupported-adapters",
+                    )
+                )
     return violations
 
 

@@ -293,36 +293,46 @@ def _shared_caches() -> Iterator[OffloadItem]:
 def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Violations:
     """Yield a violation for each argument that is not a Megatron model or a supported optimizer."""
     if not chunks:
-        remedy = "Pass the model chunks of this rank"
-        yield Violation("model_chunks", "is empty", remedy, code="no-chunks")
+        yield Violation(
+            "model_chunks", "is empty", "Pass the model chunks of this rank", code="no-chunks"
+        )
     for index, chunk in enumerate(chunks):
         key = f"model_chunks[{index}]"
         kind = type(chunk).__name__
         model = unwrap_model(chunk) if isinstance(chunk, torch.nn.Module) else chunk
         if not isinstance(model, LanguageModule):
-            problem = f"is a {kind} around a {type(model).__name__}"
-            remedy = (
+            yield Violation(
+                key,
+                f"is a {kind} around a {type(model).__name__}",
                 "Pass a GPTModel or HybridModel of megatron-core, wrapped in its "
-                "DistributedDataParallel"
+                "DistributedDataParallel",
+                code="not-a-megatron-model",
             )
-            yield Violation(key, problem, remedy, code="not-a-megatron-model")
         elif optimizer is not None and not isinstance(chunk, DistributedDataParallel):
-            problem = f"is a {kind} without DDP, but `optimizer` is given"
-            remedy = (
+            yield Violation(
+                key,
+                f"is a {kind} without DDP, but `optimizer` is given",
                 "Wrap it in megatron.core.distributed.DistributedDataParallel, or pass "
-                "optimizer=None to read only"
+                "optimizer=None to read only",
+                code="not-in-ddp",
             )
-            yield Violation(key, problem, remedy, code="not-in-ddp")
     if not parallel_state.model_parallel_is_initialized():
-        problem = "Megatron's process groups do not exist"
-        remedy = "Call megatron.core.parallel_state.initialize_model_parallel() first"
-        yield Violation("model_chunks", problem, remedy, code="no-process-groups")
+        yield Violation(
+            "model_chunks",
+            "Megatron's process groups do not exist",
+            "Call megatron.core.parallel_state.initialize_model_parallel() first",
+            code="no-process-groups",
+        )
     if optimizer is not None:
         try:
             optimizer_members(optimizer)
         except UnsupportedOptimizerError as error:
-            remedy = "Create it with megatron.core.optimizer.get_megatron_optimizer()"
-            yield Violation("optimizer", str(error), remedy, code="unsupported-optimizer")
+            yield Violation(
+                "optimizer",
+                str(error),
+                "Create it with megatron.core.optimizer.get_megatron_optimizer()",
+                code="unsupported-optimizer",
+            )
 
 
 def unsupported_adapters(chunks: Modules) -> list[Violation]:

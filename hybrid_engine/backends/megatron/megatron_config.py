@@ -112,10 +112,14 @@ def megatron_configs(
         # Megatron's `__post_init__` raises these.
         except (AssertionError, ValueError) as error:
             has_overrides = bool(getattr(actor.overrides, part))
-            key = f"actor_config.overrides.{part}" if has_overrides else "actor_config"
-            problem = f"Megatron's {type(error).__name__}: {error}"
-            remedy = "Change the setting that the message names"
-            violations.append(Violation(key, problem, remedy, code="refused-by-megatron"))
+            violations.append(
+                Violation(
+                    f"actor_config.overrides.{part}" if has_overrides else "actor_config",
+                    f"Megatron's {type(error).__name__}: {error}",
+                    "Change the setting that the message names",
+                    code="refused-by-megatron",
+                )
+            )
         return None
 
     transformer = build("transformer", lambda: transformer_config(actor, sizes, table))
@@ -139,13 +143,12 @@ def transformer_config(
     """
     installed = megatron.core.__version__
     if sizes.hybrid_layer_pattern is not None and Version(installed) < Version("0.19"):
-        violation = Violation(
+        raise ConfigError.of(
             "actor_config.hybrid_layer_pattern",
             f"megatron-core {installed} has no HybridModel with all layer types of the pattern",
             "Install 0.19 or later",
             code="megatron-core-too-old",
         )
-        raise ConfigError([violation])
     is_cuda = torch.cuda.is_available()
     dtype = getattr(torch, actor.params_dtype)
     settings = {
@@ -195,9 +198,12 @@ def described_config(table: ModelTable) -> TransformerConfig:
     try:
         return config_class(**settings)
     except (AssertionError, ValueError) as error:  # from a `__post_init__`
-        problem = f"Megatron's {type(error).__name__}: {error}"
-        violation = Violation("model", problem, "Choose another model", code="refused-by-megatron")
-        raise ConfigError([violation]) from error
+        raise ConfigError.of(
+            "model",
+            f"Megatron's {type(error).__name__}: {error}",
+            "Choose another model",
+            code="refused-by-megatron",
+        ) from error
 
 
 def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
@@ -278,13 +284,12 @@ def _recomputation(actor: ActorConfig) -> Settings:
     lacking = _NEED_TRANSFORMER_ENGINE.intersection(modules or ())
     if lacking and not has_transformer_engine():
         names = ", ".join(sorted(lacking))
-        violation = Violation(
+        raise ConfigError.of(
             "actor_config.recompute_modules",
             f"{names}: megatron-core recomputes it only with Transformer Engine",
             "Install transformer_engine, or remove the module from the list",
             code="needs-transformer-engine",
         )
-        raise ConfigError([violation])
     return {
         "recompute_granularity": actor.recompute_granularity,
         "recompute_method": actor.recompute_method,
@@ -304,10 +309,12 @@ def _class_for(settings: Settings) -> type[TransformerConfig]:
     unknown = sorted(settings.keys() - {field.name for field in fields(config_class)})
     if unknown:
         installed = megatron.core.__version__
-        problem = f"needs {', '.join(unknown)}, which megatron-core {installed} does not have"
-        remedy = "Install a later megatron-core"
-        violation = Violation("model", problem, remedy, code="megatron-core-too-old")
-        raise ConfigError([violation])
+        raise ConfigError.of(
+            "model",
+            f"needs {', '.join(unknown)}, which megatron-core {installed} does not have",
+            "Install a later megatron-core",
+            code="megatron-core-too-old",
+        )
     return config_class
 
 

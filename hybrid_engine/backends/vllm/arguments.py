@@ -273,8 +273,12 @@ def _without_kernels(
         lack = "were not tried here"
         if not internals.HAS_AMX.load()():
             lack = "need AMX, which this CPU has not"
-        problem = f"{quantization!r} on cpu: vLLM's kernels for quantised experts {lack}"
-        yield Violation("quantization", problem, "Leave it out", code="no-kernel")
+        yield Violation(
+            "quantization",
+            f"{quantization!r} on cpu: vLLM's kernels for quantised experts {lack}",
+            "Leave it out",
+            code="no-kernel",
+        )
     reason = ""
     if not supports_lora(model_class):
         reason = f"vLLM's {model_class.__name__} does not support LoRA"
@@ -283,9 +287,12 @@ def _without_kernels(
     elif device_type == "cuda" and config.model_config.dtype == torch.float32:
         reason = "vLLM's LoRA kernels on CUDA take float16 and bfloat16, and the dtype is float32"
     if max_loras and reason:
-        problem = f"{max_loras}, but {reason}"
-        remedy = "Set it to 0 and merge it into the weights"
-        yield Violation("max_loras", problem, remedy, code="lora-unsupported")
+        yield Violation(
+            "max_loras",
+            f"{max_loras}, but {reason}",
+            "Set it to 0 and merge it into the weights",
+            code="lora-unsupported",
+        )
 
 
 def _accepted_config(
@@ -323,9 +330,12 @@ def _refused_extra(settings: InferenceSettings, device_type: str) -> Violations:
                 remedy = f"Did you mean {close}?"
             yield Violation(key, "this vLLM has no such argument", remedy, code="unknown-key")
         elif name in derived:
-            problem = f"it follows from other keys: {derived[name]!r}"
-            remedy = "Leave it out; set those of generate_config"
-            yield Violation(key, problem, remedy, code="derived-argument")
+            yield Violation(
+                key,
+                f"it follows from other keys: {derived[name]!r}",
+                "Leave it out; set those of generate_config",
+                code="derived-argument",
+            )
 
 
 def _refused_quantization(chosen: str | None, device_type: str) -> Violations:
@@ -341,8 +351,12 @@ def _refused_quantization(chosen: str | None, device_type: str) -> Violations:
             "it needs weights that are quantised already"
         )
         names = " or ".join(map(repr, known))
-        remedy = f"Use {names}, or leave it out" if known else "Leave it out"
-        yield Violation("quantization", problem, remedy, code="quantization-unsupported")
+        yield Violation(
+            "quantization",
+            problem,
+            f"Use {names}, or leave it out" if known else "Leave it out",
+            code="quantization-unsupported",
+        )
 
 
 def _no_block_kernels(method: str) -> Violations:
@@ -428,11 +442,13 @@ def _cannot_generate(config: VllmConfig, device_type: str, drafts: bool) -> Viol
     first = getattr(text_config, "max_window_layers", None)
     kinds = set(getattr(text_config, "layer_types", None) or ())
     if text_config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
-        problem = (
+        yield Violation(
+            "model",
             f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the "
-            "others do not; vLLM computes one for all layers or for none"
+            "others do not; vLLM computes one for all layers or for none",
+            "Use such a model",
+            code="mixed-sliding-windows",
         )
-        yield Violation("model", problem, "Use such a model", code="mixed-sliding-windows")
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
@@ -450,12 +466,13 @@ def heads_without_kernel(size: int, *, latent: bool = False, drafts: bool = Fals
         sizes = internals.MLA_DECODE_SIZES
     known = sizes.load()()
     if size not in known:
-        problem = (
+        yield Violation(
+            "model",
             f"its {'latent ' if latent else ''}attention heads have {size} elements, and vLLM's "
-            f"attention on CPU computes {', '.join(map(str, known))} only"
+            f"attention on CPU computes {', '.join(map(str, known))} only",
+            "Use a model with such heads, or a GPU",
+            code="no-kernel",
         )
-        remedy = "Use a model with such heads, or a GPU"
-        yield Violation("model", problem, remedy, code="no-kernel")
 
 
 def _cache_too_small(config: VllmConfig, available: int) -> Violations:
@@ -478,9 +495,10 @@ def _cache_too_small(config: VllmConfig, available: int) -> Violations:
     needed = (-(-tokens // block) + 1) * block_nbytes
     if needed > available:
         fits = max(0, available // block_nbytes - 1) * block
-        problem = (
+        yield Violation(
+            "generate_config.kv_cache_mb",
             f"{available // MIB} MiB hold {fits:,} tokens, "
-            f"but a sequence may have {length:,} (max_model_len)"
+            f"but a sequence may have {length:,} (max_model_len)",
+            f"Use {-(-needed // MIB)} or more, or lower generate_config.max_model_len",
+            code="kv-cache-too-small",
         )
-        remedy = f"Use {-(-needed // MIB)} or more, or lower generate_config.max_model_len"
-        yield Violation("generate_config.kv_cache_mb", problem, remedy, code="kv-cache-too-small")

@@ -39,7 +39,7 @@ from hybrid_engine.backends.vllm.prompts import (
     token_ids_of,
 )
 from hybrid_engine.backends.vllm.requests import Request, asked_for, with_values
-from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, GenerationError, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data
@@ -250,7 +250,7 @@ class CompletingEngine(ABC):
         else:
             problem = "the ranks differ in sampling or in `data`"
             remedy = "Pass the same on all ranks"
-        raise ArgumentError([Violation("data", problem, remedy, code="ranks-differ")])
+        raise ArgumentError.of("data", problem, remedy, code="ranks-differ")
 
     @cached_property
     def replica(self) -> RankGroup | None:
@@ -335,11 +335,12 @@ class Drawing:
 def check_data(data: str) -> None:
     """Raise ArgumentError unless `data` is "global" or "local"."""
     if data not in ("global", "local"):
-        remedy = (
-            'Use "global" where all ranks pass the same, "local" where each rank passes its own'
+        raise ArgumentError.of(
+            "data",
+            f"{shortened(data)} is unknown",
+            'Use "global" where all ranks pass the same, "local" where each rank passes its own',
+            code="unknown-value",
         )
-        problem = f"{shortened(data)} is unknown"
-        raise ArgumentError([Violation("data", problem, remedy, code="unknown-value")])
 
 
 def seeded(samplings: Sequence[Any], prompts: TokenIds, job: Job | None = None) -> list[Any]:

@@ -155,10 +155,12 @@ class Sampling:
             except pydantic.ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 message = first["msg"].removeprefix("Value error, ")
-                problem = f"{message}, found {shortened(value)}"
                 violations.append(
                     Violation(
-                        f"sampling.{name}", problem, "Correct the value", code="invalid-value"
+                        f"sampling.{name}",
+                        f"{message}, found {shortened(value)}",
+                        "Correct the value",
+                        code="invalid-value",
                     )
                 )
         if violations:
@@ -188,8 +190,9 @@ def _unknown(name: str, known: Iterable[str]) -> Violation:
         remedy = f"Use {intended}"
     else:
         remedy = f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
-    problem = "is not an attribute of Sampling"
-    return Violation(f"sampling.{name}", problem, remedy, code="unknown-key")
+    return Violation(
+        f"sampling.{name}", "is not an attribute of Sampling", remedy, code="unknown-key"
+    )
 
 
 class TokenDecoder(Protocol):

@@ -172,13 +172,19 @@ def image_faults(prompts: TokenIds, placeholders: Collection[int], refusal: str)
         key = f"prompts[{index}]"
         if isinstance(prompt, ImagePrompt):
             if refusal:
-                problem = f"has images, and {refusal}"
-                remedy = "Use text, or vLLM in the training processes, on a GPU"
-                yield Violation(key, problem, remedy, code="images-unsupported")
+                yield Violation(
+                    key,
+                    f"has images, and {refusal}",
+                    "Use text, or vLLM in the training processes, on a GPU",
+                    code="images-unsupported",
+                )
         elif not set(placeholders).isdisjoint(prompt):
-            problem = "has tokens of images, but no images"
-            remedy = "Pass a chat with the images; several turns have text alone"
-            yield Violation(key, problem, remedy, code="tokens-without-images")
+            yield Violation(
+                key,
+                "has tokens of images, but no images",
+                "Pass a chat with the images; several turns have text alone",
+                code="tokens-without-images",
+            )
 
 
 def _image_parts(chat: Chat) -> Iterator[Message]:

@@ -72,14 +72,24 @@ def check_world(settings: InferenceSettings, job: Job) -> None:
         )
     rank = os.environ.get("RANK", str(job.rank))
     if rank != str(job.rank):
-        problem = f"{rank}, but this is rank {job.rank} of {job.world_size} in the process group"
-        remedy = f"Launch with torchrun, or set it to {job.rank}"
-        violations.append(Violation("RANK", problem, remedy, code="wrong-rank"))
+        violations.append(
+            Violation(
+                "RANK",
+                f"{rank}, but this is rank {job.rank} of {job.world_size} in the process group",
+                f"Launch with torchrun, or set it to {job.rank}",
+                code="wrong-rank",
+            )
+        )
     order = sizes.ranks.ravel().tolist()
     if order != sorted(order) and not can_list_ranks(dist.new_group):
-        problem = f"the ranks are listed as {order}, and this torch's new_group sorts them"
-        remedy = "Set generate_config.infer_rank_order: sequential, or install torch 2.13"
-        violations.append(Violation("infer_rank_order", problem, remedy, code="torch-sorts-ranks"))
+        violations.append(
+            Violation(
+                "infer_rank_order",
+                f"the ranks are listed as {order}, and this torch's new_group sorts them",
+                "Set generate_config.infer_rank_order: sequential, or install torch 2.13",
+                code="torch-sorts-ranks",
+            )
+        )
     if not job.world.is_default:
         violations.append(
             Violation(
@@ -104,29 +114,30 @@ def register_model_class(model_dir: str) -> None:
 
     path = Path(model_dir, "config.json")
     if not path.is_file():
-        violation = Violation(
+        raise ConfigError.of(
             "model_dir",
             f"{model_dir} has no config.json",
             "Give a directory with the Hugging Face config",
             code="no-config-json",
         )
-        raise ConfigError([violation])
     architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
         problem = f"vLLM {require_vllm()} has no class for {shortened(architectures)}"
         remedy = "Choose a model that vLLM loads"
-        raise ConfigError([Violation("model", problem, remedy, code="unknown-architecture")])
+        raise ConfigError.of("model", problem, remedy, code="unknown-architecture")
     for name in known:
         registered = ModelRegistry.models[name]
         if hasattr(registered, "module_name"):
             try:
                 model_class = registered.load_model_cls()
             except ModuleNotFoundError as error:
-                problem = f"vLLM's class of {name} needs {error.name}, which is not installed"
-                remedy = f"Install {error.name} for the installed torch: docs/models.md"
-                violation = Violation("model", problem, remedy, code="needs-package")
-                raise ConfigError([violation]) from error
+                raise ConfigError.of(
+                    "model",
+                    f"vLLM's class of {name} needs {error.name}, which is not installed",
+                    f"Install {error.name} for the installed torch: docs/models.md",
+                    code="needs-package",
+                ) from error
             ModelRegistry.register_model(name, _with_separate_decoder(model_class))
 
 

@@ -145,11 +145,16 @@ class DeliveredLoras:
     def _violations(self, settings: LoraSettings, tensors: Tensors) -> Violations:
         limit = self._manager.lora_config.max_lora_rank
         if settings.largest_rank > limit:
-            problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
-            yield Violation("LoRA rank", problem, "Raise max_lora_rank", code="lora-rank-too-large")
+            yield Violation(
+                "LoRA rank",
+                f"{settings.largest_rank} is more than max_lora_rank {limit}",
+                "Raise max_lora_rank",
+                code="lora-rank-too-large",
+            )
         if not tensors:
-            remedy = "Give its lora_A and lora_B weights"
-            yield Violation("LoRA", "it has no tensors", remedy, code="empty-lora")
+            yield Violation(
+                "LoRA", "it has no tensors", "Give its lora_A and lora_B weights", code="empty-lora"
+            )
         for name, tensor in tensors.items():
             problem = self._problem_of(name, tensor, settings, tensors)
             if problem:

@@ -123,13 +123,12 @@ def token_ids_of(
         return _of_rows(prompts, attention_mask)
     _require_list(prompts, _REMEDY_FOR_ONE)
     if attention_mask is not None:
-        violation = Violation(
+        raise ArgumentError.of(
             "attention_mask",
             "is for prompts in a tensor [B, S]",
             "Leave it out: prompts in lists have no padding",
             code="mask-without-tensor",
         )
-        raise ArgumentError([violation])
     listed: list[Any] = list(prompts)
     form = _form_of_all(listed)
     if form == "a chat":
@@ -195,31 +194,43 @@ def check_token_ids(
                 Violation(key, "it has no tokens", "Leave it out", code="empty-prompt")
             )
         elif len(prompt) + num > limit:
-            problem = f"{len(prompt)} tokens and {num} to generate, but {limit} fit together"
-            remedy = "Shorten it, lower max_tokens, or raise max_model_len"
-            violations.append(Violation(key, problem, remedy, code="prompt-too-long"))
+            violations.append(
+                Violation(
+                    key,
+                    f"{len(prompt)} tokens and {num} to generate, but {limit} fit together",
+                    "Shorten it, lower max_tokens, or raise max_model_len",
+                    code="prompt-too-long",
+                )
+            )
         elif min(prompt) < 0 or max(prompt) >= vocabulary:
             span = f"{min(prompt)} to {max(prompt)}"
-            problem = f"token ids from {span}, but the vocabulary has {vocabulary}"
-            remedy = "Use the model's tokenizer"
-            violations.append(Violation(key, problem, remedy, code="out-of-vocabulary"))
+            violations.append(
+                Violation(
+                    key,
+                    f"token ids from {span}, but the vocabulary has {vocabulary}",
+                    "Use the model's tokenizer",
+                    code="out-of-vocabulary",
+                )
+            )
     if violations:
         raise ArgumentError(violations)
 
 
 def _require_list(prompts: object, remedy: str) -> None:
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-        problem = f"got {shortened(prompts)}"
-        raise ArgumentError([Violation("prompts", problem, remedy, code="not-a-list")])
+        raise ArgumentError.of("prompts", f"got {shortened(prompts)}", remedy, code="not-a-list")
 
 
 def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
     has_mask = isinstance(mask, torch.Tensor) and mask.shape == prompts.shape
     if prompts.dim() != 2 or not _is_integer(prompts.dtype) or not (mask is None or has_mask):
         masked = "" if mask is None else f" with a mask of shape {tuple(np.shape(mask))}"
-        problem = f"{prompts.dtype} of shape {tuple(prompts.shape)}{masked}"
-        remedy = "Pass token ids [B, S], and a mask of that shape"
-        raise ArgumentError([Violation("prompts", problem, remedy, code="wrong-shape")])
+        raise ArgumentError.of(
+            "prompts",
+            f"{prompts.dtype} of shape {tuple(prompts.shape)}{masked}",
+            "Pass token ids [B, S], and a mask of that shape",
+            code="wrong-shape",
+        )
     if mask is None:
         rows: list[list[int]] = prompts.tolist()
         return rows
@@ -238,12 +249,18 @@ def _form_of_all(prompts: Sequence[Any]) -> str:
         if form not in _FORMS:
             violations.append(Violation(key, form, _REMEDY, code="invalid-prompt"))
         elif form != first and first in _FORMS:  # an invalid first prompt is reported already
-            problem = f"{form}, but prompts[0] is {first}"
-            violations.append(Violation(key, problem, _REMEDY, code="mixed-prompts"))
+            violations.append(
+                Violation(key, f"{form}, but prompts[0] is {first}", _REMEDY, code="mixed-prompts")
+            )
         elif form == "a text" and (half := _HALF_A_PAIR.search(prompts[index])):
-            problem = f"character {half.start()} is {half[0]!a}, half a surrogate pair"
-            remedy = 'Pass text.encode(errors="replace").decode(), or leave it out'
-            violations.append(Violation(key, problem, remedy, code="not-unicode"))
+            violations.append(
+                Violation(
+                    key,
+                    f"character {half.start()} is {half[0]!a}, half a surrogate pair",
+                    'Pass text.encode(errors="replace").decode(), or leave it out',
+                    code="not-unicode",
+                )
+            )
     if violations:
         raise ArgumentError(violations)
     return first
@@ -294,8 +311,9 @@ def _unknown_argument(name: str) -> Violation:
     problem = "is not an argument of this call"
     sampling_names = [*OTHER_NAMES, *(field.name for field in fields(Sampling))]
     if name == "stream":
-        problem = f"{problem}: completions are returned whole"
-        return Violation(name, problem, STREAMING, code="no-streaming")
+        return Violation(
+            name, f"{problem}: completions are returned whole", STREAMING, code="no-streaming"
+        )
     if name in _ARGUMENT_REMEDIES:
         remedy = _ARGUMENT_REMEDIES[name]
     elif name in sampling_names:
@@ -329,24 +347,37 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> Rende
     tools: Any = chat.get("tools") or ()
     variables: Any = chat.get("chat_template_kwargs") or {}
     if not isinstance(tools, list | tuple):
-        problem = f"got {shortened(tools)}"
-        remedy = "Pass a list of functions or JSON schemas"
-        violations.append(Violation("tools", problem, remedy, code="not-a-list"))
+        violations.append(
+            Violation(
+                "tools",
+                f"got {shortened(tools)}",
+                "Pass a list of functions or JSON schemas",
+                code="not-a-list",
+            )
+        )
         tools = ()
     for index, tool in enumerate(tools):
         try:
             schemas.append(schema_of(tool))
         except Exception as error:  # transformers parses the docstring and raises various types
-            problem = f"no schema can be made of it: {error}"
-            remedy = (
-                "Pass a function with type hints and a docstring that describes "
-                "each argument, or a JSON schema"
+            violations.append(
+                Violation(
+                    f"tools[{index}]",
+                    f"no schema can be made of it: {error}",
+                    "Pass a function with type hints and a docstring that describes "
+                    "each argument, or a JSON schema",
+                    code="no-schema",
+                )
             )
-            violations.append(Violation(f"tools[{index}]", problem, remedy, code="no-schema"))
     if not isinstance(variables, Mapping):
-        problem = f"got {shortened(variables)}"
-        remedy = "Pass a dict of variables of the template"
-        violations.append(Violation("chat_template_kwargs", problem, remedy, code="not-a-mapping"))
+        violations.append(
+            Violation(
+                "chat_template_kwargs",
+                f"got {shortened(variables)}",
+                "Pass a dict of variables of the template",
+                code="not-a-mapping",
+            )
+        )
         variables = {}
     violations += _invalid_variables(variables, schemas, tokenizer)
     continues = bool(chat.get("continue_final_message"))
@@ -379,21 +410,30 @@ def _invalid_variables(
     # Every variable that the template reads is among its words.
     words = set(re.findall(r"\w+", str(template)))
     if tools and template and "tools" not in words:
-        problem = "the model's template does not read them, so the model would not know of them"
-        remedy = "Leave them out, or pass a chat_template in chat_template_kwargs"
-        yield Violation("tools", problem, remedy, code="tools-not-read")
+        yield Violation(
+            "tools",
+            "the model's template does not read them, so the model would not know of them",
+            "Leave them out, or pass a chat_template in chat_template_kwargs",
+            code="tools-not-read",
+        )
     for name in variables:
         key = f"chat_template_kwargs.{name}"
         if name in tokenizer.reserved:
             is_argument = name in ChatArguments.__annotations__
-            remedy = "Pass it as an argument" if is_argument else "Leave it out"
-            problem = "is not a variable of a template"
-            yield Violation(key, problem, remedy, code="reserved-name")
+            yield Violation(
+                key,
+                "is not a variable of a template",
+                "Pass it as an argument" if is_argument else "Leave it out",
+                code="reserved-name",
+            )
         elif name not in words | _NOT_OF_TEMPLATE:
             close = nearest(name, words)
-            remedy = f"Did you mean {close}?" if close else "Leave it out"
-            problem = "is not a variable of the model's template, which would ignore it"
-            yield Violation(key, problem, remedy, code="unknown-variable")
+            yield Violation(
+                key,
+                "is not a variable of the model's template, which would ignore it",
+                f"Did you mean {close}?" if close else "Leave it out",
+                code="unknown-variable",
+            )
 
 
 def _encode_chats(
@@ -408,9 +448,13 @@ def _encode_chats(
             else:
                 encoded.append(tokenizer.encode_chat(chat, rendering))
         except ValueError as error:
-            remedy = "Give it messages that the template takes"
             violations.append(
-                Violation(f"prompts[{index}]", str(error), remedy, code="refused-by-template")
+                Violation(
+                    f"prompts[{index}]",
+                    str(error),
+                    "Give it messages that the template takes",
+                    code="refused-by-template",
+                )
             )
     if violations:
         raise ArgumentError(violations)
@@ -559,9 +603,12 @@ class ModelTokenizer:
 
     def _rendered(self, messages: Chat, rendering: Rendering) -> str:
         if not self.loaded.chat_template:
-            problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
-            remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"
-            raise ArgumentError([Violation("prompts", problem, remedy, code="no-chat-template")])
+            raise ArgumentError.of(
+                "prompts",
+                f"chats, but the tokenizer of {self.model_dir} has no chat template",
+                "Save it there with `tokenizer.chat_template` set, or pass texts",
+                code="no-chat-template",
+            )
         try:
             messages = list(messages)
             return str(self.loaded.apply_chat_template(messages, **rendering, tokenize=False))
@@ -600,4 +647,4 @@ class ModelTokenizer:
     def _missing(self, problem: str) -> ConfigError:
         remedy = "Name a directory that has the model's tokenizer, or pass token ids"
         problem = f"{self.model_dir} {problem}"
-        return ConfigError([Violation("model", problem, remedy, code="no-tokenizer")])
+        return ConfigError.of("model", problem, remedy, code="no-tokenizer")

@@ -151,20 +151,20 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
         is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
         params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
     else:
-        remedy = (
+        raise ArgumentError.of(
+            "sampling",
+            f"got {shortened(sampling)}",
             "Pass hybrid_engine.Sampling or vllm.SamplingParams, "
-            "one for all prompts or a list with one for each"
+            "one for all prompts or a list with one for each",
+            code="wrong-type",
         )
-        problem = f"got {shortened(sampling)}"
-        raise ArgumentError([Violation("sampling", problem, remedy, code="wrong-type")])
     if tokenizer is not None and needs_tokenizer(params):
         _ = tokenizer.loaded
     try:
         encode(params)
     except MessageError as error:
-        remedy = "Use numbers, texts, lists and mappings"
-        raise ArgumentError(
-            [Violation("sampling", str(error), remedy, code="wrong-type")]
+        raise ArgumentError.of(
+            "sampling", str(error), "Use numbers, texts, lists and mappings", code="wrong-type"
         ) from None
     return params
 
@@ -192,9 +192,14 @@ def asked_for(
     violations = []
     converted = []
     if len(sampling) != num_prompts:
-        problem = f"a list of {len(sampling)} for {num_prompts} prompts"
-        remedy = "Pass one for all prompts, or a list with one for each"
-        violations.append(Violation("sampling", problem, remedy, code="wrong-length"))
+        violations.append(
+            Violation(
+                "sampling",
+                f"a list of {len(sampling)} for {num_prompts} prompts",
+                "Pass one for all prompts, or a list with one for each",
+                code="wrong-length",
+            )
+        )
     for index, element in enumerate(sampling):
         try:
             converted.append(taken(element))
@@ -232,10 +237,9 @@ def refusals_named() -> Iterator[None]:
     try:
         yield
     except internals.CLIENT_ERROR.load() as error:
-        violation = Violation(
+        raise ArgumentError.of(
             "sampling", f"vLLM refuses it: {error}", "Correct the value", code="refused-by-vllm"
-        )
-        raise ArgumentError([violation]) from error
+        ) from error
 
 
 def _from_ours(sampling: Sampling) -> Any:
@@ -252,8 +256,12 @@ def _from_ours(sampling: Sampling) -> Any:
 
 def _unsupported(params: SamplingParams) -> Violations:
     if params.output_kind.name == "DELTA":
-        problem = "DELTA, but completions are returned whole"
-        yield Violation("sampling.output_kind", problem, STREAMING, code="no-streaming")
+        yield Violation(
+            "sampling.output_kind",
+            "DELTA, but completions are returned whole",
+            STREAMING,
+            code="no-streaming",
+        )
     # Older versions of vLLM do not have these fields.
     if getattr(params, "routed_experts_prompt_start", 0):
         yield Violation(

@@ -47,9 +47,12 @@ class ToolCallParser:
         known = ToolParserManager.list_registered()
         if name not in known:
             suggestion = nearest(name, known)
-            remedy = f"Did you mean {suggestion}?" if suggestion else f"Use one of {known}"
-            problem = f"vLLM has no parser {clipped(str(name))!r}"
-            raise ArgumentError([Violation("parser", problem, remedy, code="unknown-tool-parser")])
+            raise ArgumentError.of(
+                "parser",
+                f"vLLM has no parser {clipped(str(name))!r}",
+                f"Did you mean {suggestion}?" if suggestion else f"Use one of {known}",
+                code="unknown-tool-parser",
+            )
         schemas = _schemas_of(tools)
         self._class = ToolParserManager.get_tool_parser(name)
         request = CHAT_REQUEST.load()
@@ -86,8 +89,7 @@ def schema_of(tool: object) -> Mapping[str, Any]:
 def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
     """Return the JSON schemas of tools. Raises ArgumentError with all that have none."""
     if not hasattr(tools, "__iter__"):
-        problem = f"got {shortened(tools)}"
-        raise ArgumentError([Violation("tools", problem, "Pass a list", code="not-a-list")])
+        raise ArgumentError.of("tools", f"got {shortened(tools)}", "Pass a list", code="not-a-list")
     schemas: list[Any] = []
     violations = []
     names: set[str] = set()
@@ -96,14 +98,22 @@ def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
         try:
             schemas.append(schema_of(tool))
         except Exception as error:  # of transformers' reader of signatures and docstrings
-            problem = f"has no schema: {clipped(str(error))}"
-            remedy = "Give it type hints, and a docstring with a line for each argument"
-            violations.append(Violation(key, problem, remedy, code="no-tool-schema"))
+            violations.append(
+                Violation(
+                    key,
+                    f"has no schema: {clipped(str(error))}",
+                    "Give it type hints, and a docstring with a line for each argument",
+                    code="no-tool-schema",
+                )
+            )
             continue
         name = schemas[-1].get("function", {}).get("name")
         if name in names:
-            problem = f"there is another tool {name!r}"
-            violations.append(Violation(key, problem, "Rename one", code="repeated-tool"))
+            violations.append(
+                Violation(
+                    key, f"there is another tool {name!r}", "Rename one", code="repeated-tool"
+                )
+            )
         names.add(name)
     if violations:
         raise ArgumentError(violations)

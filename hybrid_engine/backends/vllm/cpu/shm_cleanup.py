@@ -31,7 +31,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
@@ -93,13 +93,14 @@ def check_room(settings: InferenceSettings, job: Job) -> None:
             return
         free = shutil.disk_usage(_SHM).free
         if free < needed:
-            problem = (
+            raise ConfigError.of(
+                "/dev/shm",
                 f"{free / MIB:.1f} MiB are free, but vLLM's ranks on this host exchange tensors "
                 f"through {needed / MIB:.1f} MiB there, 4 MiB a thread "
-                f"({torch.get_num_threads()} threads a rank)"
+                f"({torch.get_num_threads()} threads a rank)",
+                _REMEDY,
+                code="shared-memory-too-small",
             )
-            violation = Violation("/dev/shm", problem, _REMEDY, code="shared-memory-too-small")
-            raise ConfigError([violation])
 
 
 def nbytes_needed(settings: InferenceSettings) -> int:

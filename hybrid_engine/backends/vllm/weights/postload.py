@@ -21,7 +21,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.tracing import NamedModules, WeightStorage, storage_key
-from hybrid_engine.errors import ConfigError, Violation, first_of
+from hybrid_engine.errors import ConfigError, first_of
 from hybrid_engine.ranks.torch_internals import TensorDict
 
 logger = logging.getLogger("hybrid_engine")
@@ -152,9 +152,12 @@ def require_quantised(modules: NamedModules, method: str, *, logs: bool) -> None
     names = sorted(name for name, module in modules.items() if _may_be_quantised(module))
     plain = [name for name in names if not is_quantised(modules[name])]
     if plain and len(plain) == len(names):
-        problem = f"{method!r} quantises none of the {len(names)} layers of this model here"
-        remedy = "Use another method, or leave it out"
-        raise ConfigError([Violation("quantization", problem, remedy, code="quantises-nothing")])
+        raise ConfigError.of(
+            "quantization",
+            f"{method!r} quantises none of the {len(names)} layers of this model here",
+            "Use another method, or leave it out",
+            code="quantises-nothing",
+        )
     if plain and logs:
         logger.warning(
             "quantization %s leaves %d of %d layers as they are: %s",
