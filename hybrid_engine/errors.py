@@ -92,13 +92,6 @@ def collect(
         return None
 
 
-def require_none(violations: Iterable[Violation]) -> None:
-    """Raise ConfigError with these violations, if there are any."""
-    every = [*violations]
-    if every:
-        raise ConfigError(every)
-
-
 _NOT_OF_USER = (
     os.path.dirname(__file__) + "/",
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
@@ -235,6 +228,13 @@ class ArgumentError(ConfigError):
     """Arguments of a call are invalid; the key of a `Violation` in `findings` is the argument."""
 
     heading = "invalid arguments"
+
+
+def require_none(violations: Iterable[Violation], kind: type[ConfigError] = ConfigError) -> None:
+    """Raise an error of this kind with these violations, if there are any."""
+    every = [*violations]
+    if every:
+        raise kind(every)
 
 
 class BatchError(_ViolationsError, ValueError):

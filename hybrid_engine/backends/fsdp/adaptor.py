@@ -31,11 +31,12 @@ from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
 from hybrid_engine.backends.training_side import NamedTensor, Origins, layout_in
 from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import (
-    ConfigError,
     ParameterMismatchError,
     ReshardError,
     StateError,
     Violation,
+    Violations,
+    require_none,
 )
 from hybrid_engine.layouts.sharded import Packed, held_boxes
 from hybrid_engine.models.lora_tensors import (
@@ -140,8 +141,7 @@ def separate_lora(
     for name, place in packed.items():
         if place.view == _whole_view(tensors[place.parameter]):
             canonical[place.parameter] = name
-    if violations := _violations(loras, canonical, tensors):
-        raise ConfigError(violations)
+    require_none(_violations(loras, canonical, tensors))
     places: dict[str, Packed] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -175,13 +175,13 @@ def _whole_view(tensor: torch.Tensor) -> StridedView:
 
 def _violations(
     loras: Sequence[Lora], canonical: Mapping[str, str], tensors: Tensors
-) -> list[Violation]:
-    """Return the reasons why adapters cannot be delivered separately."""
+) -> Violations:
+    """Yield the reasons why adapters cannot be delivered separately."""
     if not loras:
         remedy = "Wrap it by peft.get_peft_model, or remove lora_delivery"
         problem = "adapter, but the model has no active LoRA"
-        return [Violation(KEY, problem, remedy, code="no-adapters")]
-    violations = []
+        yield Violation(KEY, problem, remedy, code="no-adapters")
+        return
     for lora in loras:
         rank = tensors[lora.a].shape[0]
         if tensors[lora.weight].dim() > 2:
@@ -194,27 +194,22 @@ def _violations(
             problem = f"rank {rank} is above vLLM's {VLLM_LORA_RANKS[-1]}"
         else:
             continue
-        violations.append(
-            Violation(
-                KEY,
-                f"adapter, but {lora.a} cannot be delivered: {problem}",
-                "Use merge",
-                code="cannot-deliver-adapter",
-            )
+        yield Violation(
+            KEY,
+            f"adapter, but {lora.a} cannot be delivered: {problem}",
+            "Use merge",
+            code="cannot-deliver-adapter",
         )
     counts = Counter(lora.weight for lora in loras)
     shared = [name for name, count in counts.items() if count > 1]
     if shared:
         problem = f"adapter, but {len(shared)} weights have several active adapters"
-        violations.append(
-            Violation(
-                KEY,
-                f"{problem}, first {shared[0]}",
-                "Activate one by set_adapter, or use merge",
-                code="several-adapters",
-            )
+        yield Violation(
+            KEY,
+            f"{problem}, first {shared[0]}",
+            "Activate one by set_adapter, or use merge",
+            code="several-adapters",
         )
-    return violations
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from hybrid_engine.errors import (
     HybridEngineError,
     ParameterMismatchError,
     Violation,
+    Violations,
     first_of,
     require_none,
     shortened,
@@ -176,7 +177,7 @@ def require_target(path: str | Path, table: ModelTable) -> None:
     """
     directory = given_path(path, "path").resolve()
     with naming("looking into", directory):
-        _require_replaceable(directory)
+        require_none(_not_replaceable(directory))
         if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
             return
         # Weights of the same model may be replaced.
@@ -472,30 +473,24 @@ def incomplete(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.incomplete")
 
 
-def _require_replaceable(directory: Path) -> None:
-    """Raise ConfigError if a directory, or the remains of a killed save, has foreign files."""
-    violations = []
+def _not_replaceable(directory: Path) -> Violations:
+    """Yield why a save must not replace a directory, or the remains of a killed save."""
     if Path.cwd().is_relative_to(directory) or directory.is_mount():
-        violations.append(
-            Violation(
-                "path",
-                f"{directory} is a mount point, the working directory, or above it, and cannot be "
-                "replaced",
-                "Name a directory below it",
-                code="not-replaceable",
-            )
+        yield Violation(
+            "path",
+            f"{directory} is a mount point, the working directory, or above it, and cannot be "
+            "replaced",
+            "Name a directory below it",
+            code="not-replaceable",
         )
     for place in (directory, incomplete(directory), replaced_path(directory)):
         if place.exists() and (names := _foreign_names(place)):
-            violations.append(
-                Violation(
-                    "path",
-                    f"{place} has files that are not part of a model: {first_of(names, 5)}",
-                    "Save to another directory, or move these files away",
-                    code="foreign-files",
-                )
+            yield Violation(
+                "path",
+                f"{place} has files that are not part of a model: {first_of(names, 5)}",
+                "Save to another directory, or move these files away",
+                code="foreign-files",
             )
-    require_none(violations)
 
 
 def _foreign_names(directory: Path) -> list[str]:

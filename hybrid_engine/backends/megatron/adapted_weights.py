@@ -28,7 +28,7 @@ import torch
 from hybrid_engine.backends.computed_sources import ComputedSources
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.backends.training_side import Modules
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import Violation, Violations, require_none
 
 WRAPPED = ".to_wrap."
 """Part of the name of a tensor of a layer that LoRA wraps."""
@@ -159,8 +159,7 @@ class Adapters:
     def __init__(self, models: Modules) -> None:
         self.weights: dict[torch.Tensor, AdaptedWeight] = {}
         self.settings: dict[int, list[tuple[int, int, float]]] = {}
-        if violations := unsupported_adapters(models):
-            raise ConfigError(violations)
+        require_none(unsupported_adapters(models))
         for _, wrapper in chain.from_iterable(map(adapter_wrappers, models)):
             # Megatron-Bridge has no public name for it.
             if getattr(wrapper, "_adapter_enabled", True):
@@ -211,9 +210,8 @@ def adapter_wrappers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def unsupported_adapters(models: Modules) -> list[Violation]:
-    """Return a violation for every adapter of Megatron-Bridge that cannot be merged."""
-    violations = []
+def unsupported_adapters(models: Modules) -> Violations:
+    """Yield a violation for every adapter of Megatron-Bridge that cannot be merged."""
     for index, model in enumerate(models):
         for name, module in model.named_modules():
             problem = _problem(module)
@@ -221,15 +219,12 @@ def unsupported_adapters(models: Modules) -> list[Violation]:
             if is_tied and name == "output_layer" and _kind(module) in _PARTS:
                 problem = _TIED
             if problem:
-                violations.append(
-                    Violation(
-                        f"model_chunks[{index}]: {name}",
-                        problem,
-                        _REMEDIES.get(problem, _REMEDY),
-                        code="unsupported-adapters",
-                    )
+                yield Violation(
+                    f"model_chunks[{index}]: {name}",
+                    problem,
+                    _REMEDIES.get(problem, _REMEDY),
+                    code="unsupported-adapters",
                 )
-    return violations
 
 
 def _kind(module: Any) -> str:

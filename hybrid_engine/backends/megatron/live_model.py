@@ -65,7 +65,7 @@ from hybrid_engine.backends.megatron.quantised_parameters import (
 from hybrid_engine.backends.training_side import Modules, dtype_name
 from hybrid_engine.compute_check.attention import POSITIONS, Attentions
 from hybrid_engine.compute_check.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.errors import ConfigError, Violation, Violations
+from hybrid_engine.errors import Violation, Violations, require_none
 from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
@@ -133,8 +133,7 @@ class LiveModel(ModelTrainer):
         separate_lora: bool = False,
     ) -> None:
         require_supported_version()
-        if violations := refused_state(chunks, optimizer):
-            raise ConfigError(violations)
+        require_none(refused_state(chunks, optimizer))
         super().__init__()
         self.chunks = list(chunks)
         self.optimizer = optimizer
@@ -335,7 +334,7 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Violations:
             )
 
 
-def unsupported_adapters(chunks: Modules) -> list[Violation]:
+def unsupported_adapters(chunks: Modules) -> Violations:
     """Return a violation for every adapter of a model that a switch cannot merge."""
     return adapted_weights.unsupported_adapters(list(map(unwrap_model, chunks)))
 

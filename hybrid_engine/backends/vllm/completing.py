@@ -39,7 +39,7 @@ from hybrid_engine.backends.vllm.prompts import (
     token_ids_of,
 )
 from hybrid_engine.backends.vllm.requests import Request, asked_for, with_values
-from hybrid_engine.errors import ArgumentError, GenerationError, shortened
+from hybrid_engine.errors import ArgumentError, GenerationError, require_none, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode, encode
 from hybrid_engine.ports import Data
@@ -162,9 +162,8 @@ class CompletingEngine(ABC):
             settings = encode((data, lora, "a list" if is_list and data == "local" else compared))
             samplings = samplings[:num]
             self.check_prompts(token_ids, [params.max_tokens or 1 for params in samplings])
-            faults = list(image_faults(token_ids, self.placeholders, self.no_images))
-            if faults:
-                raise ArgumentError(faults)
+            faults = image_faults(token_ids, self.placeholders, self.no_images)
+            require_none(faults, ArgumentError)
         # First, because ranks with different arguments would wait for different collectives.
         self._require_same(settings, token_ids if data == "global" else (), data)
         if is_list or getattr(sampling, "seed", None) is not None:

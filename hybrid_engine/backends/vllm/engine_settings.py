@@ -141,9 +141,8 @@ class Sampling:
     def __new__(cls, *_: object, **values: object) -> Sampling:
         """Raise ArgumentError for unknown names, with a suggestion for names of other libraries."""
         known = [field.name for field in fields(cls)]
-        violations = [_unknown(name, known) for name in values if name not in known]
-        if violations:
-            raise ArgumentError(violations)
+        unknown = (_unknown(name, known) for name in values if name not in known)
+        require_none(unknown, ArgumentError)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -163,8 +162,7 @@ class Sampling:
                         code="invalid-value",
                     )
                 )
-        if violations:
-            raise ArgumentError(violations)
+        require_none(violations, ArgumentError)
 
 
 @cache

@@ -31,6 +31,7 @@ from hybrid_engine.errors import (
     ModelError,
     StateError,
     Violation,
+    Violations,
     require_none,
     shortened,
 )
@@ -58,48 +59,42 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
 
 def check_world(settings: InferenceSettings, job: Job) -> None:
     """Raise ConfigError unless the job fits the settings and vLLM would read this rank's number."""
-    violations = []
+    require_none(_misfits(settings, job))
+
+
+def _misfits(settings: InferenceSettings, job: Job) -> Violations:
     sizes = settings.sizes
     if sizes.world_size != job.world_size:
         product = f"{sizes.tensor} x {sizes.pipeline} x {sizes.data} = {sizes.world_size}"
-        violations.append(
-            Violation(
-                "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas",
-                f"{product}, but the job has {job.world_size} ranks",
-                "Let their product be the number of ranks (InferenceParallelism.world_size)",
-                code="wrong-world-size",
-            )
+        yield Violation(
+            "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas",
+            f"{product}, but the job has {job.world_size} ranks",
+            "Let their product be the number of ranks (InferenceParallelism.world_size)",
+            code="wrong-world-size",
         )
     rank = os.environ.get("RANK", str(job.rank))
     if rank != str(job.rank):
-        violations.append(
-            Violation(
-                "RANK",
-                f"{rank}, but this is rank {job.rank} of {job.world_size} in the process group",
-                f"Launch with torchrun, or set it to {job.rank}",
-                code="wrong-rank",
-            )
+        yield Violation(
+            "RANK",
+            f"{rank}, but this is rank {job.rank} of {job.world_size} in the process group",
+            f"Launch with torchrun, or set it to {job.rank}",
+            code="wrong-rank",
         )
     order = sizes.ranks.ravel().tolist()
     if order != sorted(order) and not can_list_ranks(dist.new_group):
-        violations.append(
-            Violation(
-                "infer_rank_order",
-                f"the ranks are listed as {order}, and this torch's new_group sorts them",
-                "Set generate_config.infer_rank_order: sequential, or install torch 2.13",
-                code="torch-sorts-ranks",
-            )
+        yield Violation(
+            "infer_rank_order",
+            f"the ranks are listed as {order}, and this torch's new_group sorts them",
+            "Set generate_config.infer_rank_order: sequential, or install torch 2.13",
+            code="torch-sorts-ranks",
         )
     if not job.world.is_default:
-        violations.append(
-            Violation(
-                "Job.join(world=...)",
-                "vLLM's groups consist of ranks of the default group",
-                "Join the job without `world`, in torch's default process group",
-                code="not-the-default-group",
-            )
+        yield Violation(
+            "Job.join(world=...)",
+            "vLLM's groups consist of ranks of the default group",
+            "Join the job without `world`, in torch's default process group",
+            code="not-the-default-group",
         )
-    require_none(violations)
 
 
 def register_model_class(model_dir: str) -> None:

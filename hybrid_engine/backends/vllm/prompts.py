@@ -35,6 +35,7 @@ from hybrid_engine.errors import (
     Violation,
     Violations,
     nearest,
+    require_none,
     shortened,
 )
 
@@ -116,8 +117,7 @@ def token_ids_of(
     without a template or refused by it; and for unknown arguments, or chat arguments without chats.
     """
     unknown = [name for name in chat or () if name not in ChatArguments.__annotations__]
-    if unknown:
-        raise ArgumentError([_unknown_argument(name) for name in unknown])
+    require_none(map(_unknown_argument, unknown), ArgumentError)
     if isinstance(prompts, torch.Tensor):
         _require_unset(chat)
         return _of_rows(prompts, attention_mask)
@@ -182,38 +182,35 @@ def check_token_ids(
         vocabulary: number of tokens in the vocabulary.
     """
     _require_list(prompts, _REMEDY_FOR_IDS)
-    violations = []
     num_to_generate = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    require_none(_unusable_token_ids(prompts, num_to_generate, limit, vocabulary), ArgumentError)
+
+
+def _unusable_token_ids(
+    prompts: TokenIds, num_to_generate: Sequence[int], limit: int, vocabulary: int
+) -> Violations:
     for index, (prompt, num) in enumerate(zip(prompts, num_to_generate, strict=True)):
         key = f"prompts[{index}]"
         form = form_of(prompt)
         if form != "token ids":
-            violations.append(Violation(key, form, _REMEDY_FOR_IDS, code="not-token-ids"))
+            yield Violation(key, form, _REMEDY_FOR_IDS, code="not-token-ids")
         elif not len(prompt):
-            violations.append(
-                Violation(key, "it has no tokens", "Leave it out", code="empty-prompt")
-            )
+            yield Violation(key, "it has no tokens", "Leave it out", code="empty-prompt")
         elif len(prompt) + num > limit:
-            violations.append(
-                Violation(
-                    key,
-                    f"{len(prompt)} tokens and {num} to generate, but {limit} fit together",
-                    "Shorten it, lower max_tokens, or raise max_model_len",
-                    code="prompt-too-long",
-                )
+            yield Violation(
+                key,
+                f"{len(prompt)} tokens and {num} to generate, but {limit} fit together",
+                "Shorten it, lower max_tokens, or raise max_model_len",
+                code="prompt-too-long",
             )
         elif min(prompt) < 0 or max(prompt) >= vocabulary:
             span = f"{min(prompt)} to {max(prompt)}"
-            violations.append(
-                Violation(
-                    key,
-                    f"token ids from {span}, but the vocabulary has {vocabulary}",
-                    "Use the model's tokenizer",
-                    code="out-of-vocabulary",
-                )
+            yield Violation(
+                key,
+                f"token ids from {span}, but the vocabulary has {vocabulary}",
+                "Use the model's tokenizer",
+                code="out-of-vocabulary",
             )
-    if violations:
-        raise ArgumentError(violations)
 
 
 def _require_list(prompts: object, remedy: str) -> None:
@@ -242,28 +239,28 @@ def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]
 def _form_of_all(prompts: Sequence[Any]) -> str:
     """Return the form that all prompts have; "token ids" without prompts."""
     forms = [form_of(prompt) for prompt in prompts] or ["token ids"]
+    require_none(_faults_of_forms(prompts, forms), ArgumentError)
+    return forms[0]
+
+
+def _faults_of_forms(prompts: Sequence[Any], forms: Sequence[str]) -> Violations:
+    """Yield prompts without a valid form, and those of another form than the first."""
     first = forms[0]
-    violations = []
     for index, form in enumerate(forms):
         key = f"prompts[{index}]"
         if form not in _FORMS:
-            violations.append(Violation(key, form, _REMEDY, code="invalid-prompt"))
+            yield Violation(key, form, _REMEDY, code="invalid-prompt")
         elif form != first and first in _FORMS:  # an invalid first prompt is reported already
-            violations.append(
-                Violation(key, f"{form}, but prompts[0] is {first}", _REMEDY, code="mixed-prompts")
+            yield Violation(
+                key, f"{form}, but prompts[0] is {first}", _REMEDY, code="mixed-prompts"
             )
         elif form == "a text" and (half := _HALF_A_PAIR.search(prompts[index])):
-            violations.append(
-                Violation(
-                    key,
-                    f"character {half.start()} is {half[0]!a}, half a surrogate pair",
-                    'Pass text.encode(errors="replace").decode(), or leave it out',
-                    code="not-unicode",
-                )
+            yield Violation(
+                key,
+                f"character {half.start()} is {half[0]!a}, half a surrogate pair",
+                'Pass text.encode(errors="replace").decode(), or leave it out',
+                code="not-unicode",
             )
-    if violations:
-        raise ArgumentError(violations)
-    return first
 
 
 def form_of(prompt: Any) -> str:
@@ -327,13 +324,19 @@ def _unknown_argument(name: str) -> Violation:
 
 def _require_unset(chat: ChatArguments | None) -> None:
     """Raise ArgumentError naming chat arguments that were passed without chats."""
-    names = [name for name, value in (chat or {}).items() if value]
-    if names:
-        problem = "is for chats, and the prompts are none"
-        remedy = "Leave it out, or pass lists of messages"
-        raise ArgumentError(
-            [Violation(name, problem, remedy, code="argument-of-chats") for name in names]
-        )
+    require_none(
+        (
+            Violation(
+                name,
+                "is for chats, and the prompts are none",
+                "Leave it out, or pass lists of messages",
+                code="argument-of-chats",
+            )
+            for name, value in (chat or {}).items()
+            if value
+        ),
+        ArgumentError,
+    )
 
 
 def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> Rendering:
@@ -391,8 +394,7 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> Rende
                 code="conflicting-arguments",
             )
         )
-    if violations:
-        raise ArgumentError(violations)
+    require_none(violations, ArgumentError)
     return {
         "tools": schemas or None,
         "add_generation_prompt": begins,
@@ -456,8 +458,7 @@ def _encode_chats(
                     code="refused-by-template",
                 )
             )
-    if violations:
-        raise ArgumentError(violations)
+    require_none(violations, ArgumentError)
     return encoded
 
 

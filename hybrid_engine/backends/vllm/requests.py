@@ -38,6 +38,7 @@ from hybrid_engine.errors import (
     Violation,
     Violations,
     first_of,
+    require_none,
     shortened,
 )
 from hybrid_engine.memory.offload_items import Spans
@@ -141,9 +142,7 @@ def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | No
     if isinstance(sampling, Sampling):
         params = _from_ours(sampling)
     elif isinstance(sampling, SamplingParams):
-        violations = list(_unsupported(sampling))
-        if violations:
-            raise ArgumentError(violations)
+        require_none(_unsupported(sampling), ArgumentError)
         params = sampling.clone()
         for name in params.__struct_fields__:
             setattr(params, name, _with_numbers_of_python(getattr(params, name)))
@@ -209,8 +208,7 @@ def asked_for(
                 replace(violation, key=violation.key.replace("sampling", f"sampling[{index}]", 1))
                 for violation in error.findings
             ]
-    if violations:
-        raise ArgumentError(violations)
+    require_none(violations, ArgumentError)
     return converted
 
 

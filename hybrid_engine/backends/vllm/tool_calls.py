@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.backends.vllm.internals import CHAT_REQUEST
-from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest, shortened
+from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest, require_none, shortened
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 """JSON schema of a function, or a function with type hints and a docstring."""
@@ -115,8 +115,7 @@ def _schemas_of(tools: Iterable[Tool]) -> list[Any]:
                 )
             )
         names.add(name)
-    if violations:
-        raise ArgumentError(violations)
+    require_none(violations, ArgumentError)
     return schemas
 
 

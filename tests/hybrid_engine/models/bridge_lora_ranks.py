@@ -78,7 +78,7 @@ def compare(directory: Path, sizes: Values, method: str, settings: Values) -> Su
     classes = {"LoRA": lora.LoRA, "CanonicalLoRA": canonical_lora.CanonicalLoRA, "DoRA": dora.DoRA}
     classes[method](dim=4, alpha=10, **settings)(chunks, training=True)
     result = SumComparison()
-    if violations := unsupported_adapters(chunks):
+    if violations := [*unsupported_adapters(chunks)]:
         result.refusals = [(violation.key, violation.problem) for violation in violations]
         with pytest.raises(ConfigError) as caught:
             ModelTensors(chunks, table)
