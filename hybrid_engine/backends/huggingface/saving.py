@@ -74,7 +74,7 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
+from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
@@ -128,7 +128,7 @@ def save_hf_checkpoint(
         weights.prepare()
     source = gather_side(job, weights)
     with job.agreement.phase("planning the checkpoint"):
-        tensors = _tensors_to_store(source.layout, table, stored_dtype)
+        tensors = _tensors_to_store(source.holdings.dtypes, table, stored_dtype)
         stored = plan_files(tensors, file_nbytes)
         ranks = writers(stored, job.world_size)
         transfers = transfers_to_writers(source, stored, ranks, table.copies, job)
@@ -208,16 +208,15 @@ def _dtype_name(dtype: object) -> str | None:
 
 
 def _tensors_to_store(
-    source: Layout, table: ModelTable, dtype: str | None
+    dtypes: Mapping[str, str], table: ModelTable, dtype: str | None
 ) -> dict[str, tuple[Shape, str]]:
     """Return name -> (shape, dtype) in the order of a checkpoint, copies last.
+
+    `dtypes`: dtype of each tensor that a rank has.
 
     Layers for multi-token prediction may be missing, as in transformers' models. vLLM does not read
     them.
     """
-    dtypes: dict[str, str] = {}
-    for shard in source.shards:
-        dtypes[shard.region.tensor] = source.buffers[shard.place.buffer].dtype
     stored = {}
     missing = []
     for name, shape in table.shapes.items():
@@ -244,11 +243,12 @@ def _converted(
     for transfer in transfers:
         if transfer.src_rank == rank:
             dtype = stored[transfer.dst.buffer.name].dtype
-            box = _source_box(transfer, buffers).to(getattr(torch, dtype))
+            box = source_box(transfer, buffers).to(getattr(torch, dtype))
             yield f"{transfer.tensor} as {dtype} on rank {rank}", box
 
 
-def _source_box(transfer: Transfer, buffers: FlatBuffers) -> torch.Tensor:
+def source_box(transfer: Transfer, buffers: FlatBuffers) -> torch.Tensor:
+    """Return the box that a rank sends, in its buffer."""
     return strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
 
 
@@ -442,7 +442,7 @@ class Delivery:
         sent = []
         for transfer in transfers:
             if transfer.src_rank == self._rank:
-                box = _source_box(transfer, self._buffers).to(device="cpu", dtype=dtype)
+                box = source_box(transfer, self._buffers).to(device="cpu", dtype=dtype)
                 if transfer.dst_rank == self._rank:
                     strided(whole.view(-1), transfer.lengths, transfer.dst).copy_(box)
                 else:

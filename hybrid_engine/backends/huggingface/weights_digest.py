@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_engine.backends.huggingface.loading import layout_of
 from hybrid_engine.backends.huggingface.safetensors_files import StoredTensor
-from hybrid_engine.planning.planner import box_transfers
+from hybrid_engine.backends.huggingface.saving import source_box, transfers_to_writers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.digests import text_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Strides
-from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
-from hybrid_engine.transports.runs import strided
 
 _PIECE_NUMEL = 1 << 24
 """Maximum elements that are hashed at once. Each takes 24 bytes of temporary memory."""
@@ -46,23 +43,18 @@ def weights_digest(weights: TrainingWeights, job: Job) -> str:
         weights.prepare()
     source = gather_side(job, weights)
     with job.agreement.phase("digesting the weights"):
-        layout = source.layout
-        tensors: dict[str, StoredTensor] = {}
-        for shard in layout.shards:
-            name = shard.region.tensor
-            dtype = layout.buffers[shard.place.buffer].dtype
-            tensors[name] = StoredTensor("", layout.tensors[name], dtype)
+        held = source.holdings
+        tensors = {
+            name: StoredTensor("", held.shapes[name], dtype) for name, dtype in held.dtypes.items()
+        }
         # A plan that brings all tensors to rank 0 shows each element once, with its index as the
         # place at the destination. No element is sent.
-        destination = layout_of(tensors, dict.fromkeys(tensors, 0), {})
-        whole = Side.split(destination, job.world_size)
         buffers = weights.buffers()
         share = 0
-        for transfer in box_transfers(source, whole, [""] * job.world_size, job.rank):
+        for transfer in transfers_to_writers(source, tensors, dict.fromkeys(tensors, 0), {}, job):
             if transfer.src_rank != job.rank:
                 continue
-            flat = buffers[transfer.src.buffer.name]
-            box = strided(flat, transfer.lengths, transfer.src).detach()
+            box = source_box(transfer, buffers)
             salt = text_digest(transfer.tensor)
             share += _box_hash(box, transfer.dst.offset, transfer.dst.strides, salt)
     # As text, because the sum of several boxes may exceed 64 bits.
