@@ -29,6 +29,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
 )
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
 from hybrid_engine.backends.vllm.tool_calls import Tool, schema_of
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -624,18 +625,11 @@ class ModelTokenizer:
     def attached_to(self, llm: Any) -> Iterator[None]:
         """Attach this tokenizer, in this context, to a vLLM that was built without one."""
         tokenizer = internals.CACHED_TOKENIZER.load()(self.loaded)
-        parts = (llm.llm_engine.renderer, llm.llm_engine.output_processor)
-        manager = internals.core_of(llm).structured_output_manager
         # It stays attached here: grammars keep it, and it has no other use.
-        manager.tokenizer = tokenizer
-        before = [part.tokenizer for part in parts]
-        for part in parts:
-            part.tokenizer = tokenizer
-        try:
+        internals.core_of(llm).structured_output_manager.tokenizer = tokenizer
+        parts = (llm.llm_engine.renderer, llm.llm_engine.output_processor)
+        with attributes_set(parts, tokenizer=tokenizer):
             yield
-        finally:
-            for part, earlier in zip(parts, before, strict=True):
-                part.tokenizer = earlier
 
     def _read(self, auto: Any, name: str) -> Any:
         try:

@@ -16,6 +16,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.requests import probe_limits
 from hybrid_engine.backends.vllm.server.receiver import begin_capture, end_capture, readings_of
 from hybrid_engine.compute_check.logprob_check import Description
+from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.serving.comparison import ServerDescription, token_ids
@@ -66,16 +67,14 @@ def _alone(core: Any) -> Iterator[None]:
             code="kv-connector",
         )
     state = scheduler.pause_state
-    queues = {name: getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)}
-    for name, queue in queues.items():
-        setattr(scheduler, name, type(queue)())
-    scheduler.set_pause_state(internals.UNPAUSED.load())
-    try:
-        yield
-    finally:
-        scheduler.set_pause_state(state)
-        for name, queue in queues.items():
-            setattr(scheduler, name, queue)
+    present = [name for name in _QUEUES if hasattr(scheduler, name)]
+    empty = {name: type(getattr(scheduler, name))() for name in present}
+    with attributes_set([scheduler], **empty):
+        scheduler.set_pause_state(internals.UNPAUSED.load())
+        try:
+            yield
+        finally:
+            scheduler.set_pause_state(state)
 
 
 def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
