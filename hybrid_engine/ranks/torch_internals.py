@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 TensorDict = dict[str, torch.Tensor]
 """Tensors by name."""
@@ -82,6 +84,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "detects tensors that only wrap others: their storage does not contain the data",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "intercepts the operations of a loader, a constructor or a conversion",
+    ),
+    PrivateName(
+        "torch.utils._pytree:tree_leaves",
+        "lists the tensors among an operation's arguments, and in a layer's cache",
     ),
     PrivateName(
         "torch:Tensor._version",

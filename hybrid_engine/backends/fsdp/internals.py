@@ -38,13 +38,6 @@ PRIVATE_NAMES = (
         "in training mode only, with dropout",
     ),
     PrivateName(
-        "torch.utils._pytree:tree_leaves", "lists the tensors among an operation's arguments"
-    ),
-    PrivateName(
-        "torch.utils._python_dispatch:TorchDispatchMode",
-        "intercepts the copies of a conversion",
-    ),
-    PrivateName(
         "transformers.core_model_loading:revert_weight_conversion",
         "converts the tensors of a model to those of a checkpoint, as save_pretrained does, "
         "without writing files",

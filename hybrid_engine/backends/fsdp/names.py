@@ -28,13 +28,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 
-from hybrid_engine.backends.fsdp.internals import TorchDispatchMode, revert_weight_conversion
+from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
 from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError, clipped
 from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
 from hybrid_engine.models.families import architecture_of
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ranks.torch_internals import Tensors, storage_id
+from hybrid_engine.ranks.torch_internals import Tensors, TorchDispatchMode, storage_id
 from hybrid_engine.records.regions import StridedView
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})

@@ -198,16 +198,9 @@ CACHED_TOKENIZER = Internal(
 HAS_AMX = Internal(
     "torch.cpu:_is_amx_tile_supported", "decides on which CPUs vLLM quantises experts"
 )
-DISPATCH_MODE = Internal(
-    "torch.utils._python_dispatch:TorchDispatchMode", "intercepts every operation of a loader"
-)
 FAKE_GROUP = Internal(
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "registers the backend of a default group without peers, in which a planned position is traced",
-)
-TREE_LEAVES = Internal(
-    "torch.utils._pytree:tree_leaves",
-    "lists the tensors among an operation's arguments, and in a layer's cache",
 )
 MAKE_SUBCLASS = Internal(
     "torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor"

@@ -36,13 +36,12 @@ from hybrid_engine.config.inference_rules import UNQUANTISED
 from hybrid_engine.errors import HybridEngineError, ModelError, StateError
 from hybrid_engine.layouts.kv_cache import LayerCache
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.torch_internals import torch_defaults
+from hybrid_engine.ranks.torch_internals import TorchDispatchMode, torch_defaults
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Shapes
 
 Result = TypeVar("Result")
 
-_DispatchMode: Any = internals.DISPATCH_MODE.load()
 _SEQUENTIAL = "Set generate_config.infer_rank_order to sequential"
 _WITHOUT_VALUES = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
@@ -278,7 +277,7 @@ def _model(config: Any) -> torch.nn.Module:
         return initialize_model(vllm_config=config, model_config=config.model_config)
 
 
-class _WithoutWeights(_DispatchMode):
+class _WithoutWeights(TorchDispatchMode):
     """A dispatch mode that moves uninitialised tensors, as weights are, to the meta device.
 
     Tensors with values stay real, because constructors compute with them.

@@ -43,6 +43,7 @@ from hybrid_engine.errors import (
 )
 from hybrid_engine.memory.offload_items import Spans
 from hybrid_engine.messages import Record, encode
+from hybrid_engine.ranks.torch_internals import tree_leaves
 from hybrid_engine.serving.invitation import DrawnWith
 
 if TYPE_CHECKING:
@@ -443,7 +444,6 @@ def zero_caches(runner: Any, pending: Spans | None = None) -> None:
 
 def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
     """Return the storages of every cache; a storage may appear more than once."""
-    tree_leaves = internals.TREE_LEAVES.load()
     layers = runner.vllm_config.compilation_config.static_forward_context
     caches = [getattr(layer, "kv_cache", None) for layer in layers.values()]
     # Caches are views of any shape, alone or in tuples.

@@ -34,7 +34,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import OwnDtypes
 from hybrid_engine.errors import ModelError, ParameterMismatchError
-from hybrid_engine.ranks.torch_internals import storage_id
+from hybrid_engine.ranks.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 from hybrid_engine.records.regions import (
     Region,
     Shapes,
@@ -42,9 +42,6 @@ from hybrid_engine.records.regions import (
     boxes_of_copy,
     contiguous_strides,
 )
-
-_DispatchMode: Any = internals.DISPATCH_MODE.load()
-tree_leaves = internals.TREE_LEAVES.load()
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Dtypes = Mapping[str, torch.dtype]
@@ -203,7 +200,7 @@ class _TracedStorage:
         return composed
 
 
-class _Recorder(_DispatchMode):
+class _Recorder(TorchDispatchMode):
     """A dispatch mode that records the loader's copies and the inputs of each computed storage."""
 
     def __init__(self, on_meta: Iterable[torch.Tensor]) -> None:

@@ -99,7 +99,7 @@ def test_the_installed_versions_have_all_private_names(monkeypatch: pytest.Monke
 @tested
 def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
-    monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
+    monkeypatch.setattr(internals, "HAS_AMX", Internal("torch.utils._pytree:tree_twigs", "is two"))
     monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
     monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
     with refused(DependencyError, "names-are-missing", "lack 5") as error:
