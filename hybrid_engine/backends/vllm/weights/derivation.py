@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import starmap
@@ -108,6 +108,44 @@ class Change:
             self.table.pop(self.key, None)
         else:
             self.table[self.key] = value
+
+
+@dataclass(frozen=True)
+class TableCopy:
+    """A container, and a copy of its entries at one time.
+
+    Attributes:
+        path: path of the container, from the name of its module on.
+        entries: the copy; it may have something else in place of an entry.
+    """
+
+    path: str
+    table: Table
+    entries: Table
+
+    def changes(
+        self,
+        differs: Callable[[object, object], bool],
+        former: Callable[[object], object] = lambda entry: entry,
+    ) -> Iterator[Change]:
+        """Yield the entries that were written since.
+
+        Args:
+            differs: whether an entry of the copy and the present one differ.
+            former: returns the value to restore for an entry of the copy.
+        """
+        if isinstance(self.table, list):
+            is_longer = len(self.table) != len(self.entries)
+            if is_longer or any(map(differs, self.entries, self.table)):
+                # A list has no keys, so it is rolled back as a whole.
+                yield Change(self.table, None, [*map(former, self.entries)])
+            return
+        assert isinstance(self.entries, dict)
+        # Entries that were removed are only in the copy, new ones only in the table.
+        for key in {**self.entries, **self.table}:
+            entry = self.entries.get(key, MISSING)
+            if differs(entry, self.table.get(key, MISSING)):
+                yield Change(self.table, key, former(entry))
 
 
 @dataclass(frozen=True)
@@ -305,13 +343,13 @@ class _ModuleSnapshot:
     """Contents of one module before the processing.
 
     Attributes:
-        tables: each table with a copy of its entries.
+        tables: copies of its tables.
         numbers: path -> number.
         sealed: paths of objects that cannot be inspected.
         values: path -> tensor that is not a weight, if the processing may write it.
     """
 
-    tables: tuple[tuple[Table, Table], ...]
+    tables: tuple[TableCopy, ...]
     numbers: Mapping[str, float]
     sealed: frozenset[str]
     values: Mapping[str, Constant]
@@ -403,24 +441,10 @@ class ModelSnapshot:
 
         Entries that refer to weights outside of `live` are included.
         """
-        pairs = (pair for name in modules for pair in self._modules[name].tables)
-        for table, contents in pairs:
-            if isinstance(table, list):
-                parts = list(contents)
-                is_changed = len(table) != len(parts) or any(
-                    _differs(part, present, live)
-                    for part, present in zip(parts, table, strict=True)
-                )
-                if is_changed:
-                    # A list has no keys, so it is rolled back as a whole.
-                    yield Change(table, None, [_former(part) for part in parts])
-                continue
-            assert isinstance(contents, dict)
-            # Entries that the processing removed are only in `contents`, new ones only in `table`.
-            for key in {**contents, **table}:
-                loaded = contents.get(key, MISSING)
-                if _differs(loaded, table.get(key, MISSING), live):
-                    yield Change(table, key, _former(loaded))
+        differs = functools.partial(_differs, live=live)
+        for name in modules:
+            for table in self._modules[name].tables:
+                yield from table.changes(differs, _former)
 
 
 def take_snapshot(
@@ -503,8 +527,9 @@ def _module_snapshot(
             return [entry(value) for value in table]
         return {key: entry(value) for key, value in table.items()}
 
-    tables = tuple((table, copied(table)) for table in contents.tables.values())
-    return _ModuleSnapshot(tables, contents.numbers, frozenset(contents.sealed), values)
+    tables = contents.tables.items()
+    copies = tuple(TableCopy(path, table, copied(table)) for path, table in tables)
+    return _ModuleSnapshot(copies, contents.numbers, frozenset(contents.sealed), values)
 
 
 def _differs(loaded: object, present: object, live: Collection[str]) -> bool:

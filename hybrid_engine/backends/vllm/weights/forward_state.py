@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.derivation import MISSING, Change
+from hybrid_engine.backends.vllm.weights.derivation import MISSING, Change, TableCopy
 from hybrid_engine.backends.vllm.weights.postload import (
     ModuleTensors,
     Table,
@@ -45,45 +45,36 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class _Container:
+class _Container(TableCopy):
     """A container that a module reaches, and its former contents.
 
     Attributes:
-        path: path from the module's name on.
-        table: the container.
-        contents: a copy of the table.
-        renewed: keys of entries that each commit of weights replaces.
+        renewed: keys of entries that each commit of weights replaces; the key None stands for a
+            list as a whole (`Change`).
     """
 
-    path: str
-    table: Table
-    contents: Table
-    renewed: frozenset[object]
+    renewed: Collection[object]
 
-    def changes(self) -> Iterator[Change]:
-        if isinstance(self.table, list):
-            # The key None stands for a list as a whole (`Change`).
-            if None not in self.renewed and not _are_same(self.table, self.contents):
-                yield Change(self.table, None, list(self.contents))
-            return
-        assert isinstance(self.contents, dict)
-        for key in {**self.contents, **self.table}:
-            before = self.contents.get(key, MISSING)
-            now = self.table.get(key, MISSING)
-            # Identity first: most of the thousands of entries in a switch have not changed.
-            if now is not before and key not in self.renewed and not _is_same(now, before):
-                yield Change(self.table, key, before)
+    @staticmethod
+    def of(path: str, table: Table, renewed: Collection[object]) -> _Container:
+        entries = table.copy()
+        if isinstance(entries, dict):
+            for key in renewed:
+                entries.pop(key, None)  # the copy would keep the present value alive
+        return _Container(path, table, entries, renewed)
+
+    def written(self) -> Iterator[Change]:
+        for change in self.changes(_differs):
+            if change.key not in self.renewed:
+                yield change
 
 
-def _are_same(first: Collection[object], second: Collection[object]) -> bool:
-    return len(first) == len(second) and all(map(_is_same, first, second))
-
-
-def _is_same(first: object, second: object) -> bool:
-    if first is second:
-        return True
+def _differs(before: object, now: object) -> bool:
+    # Identity first: most of the thousands of entries in a switch have not changed.
+    if now is before:
+        return False
     # The types matter, because 1 == 1.0 == True.
-    return type(first) is type(second) and isinstance(first, _SCALARS) and first == second
+    return type(now) is not type(before) or not isinstance(now, _SCALARS) or now != before
 
 
 @dataclass
@@ -198,7 +189,7 @@ class ForwardState:
         for name, module in modules.items():
             contents = module_tensors(modules, [name])
             containers = tuple(
-                _container(path, table, keys.get(id(table), _SET_LATER))
+                _Container.of(path, table, keys.get(id(table), _SET_LATER))
                 for path, table in contents.tables.items()
             )
             tensors = {
@@ -265,14 +256,6 @@ class ForwardState:
         return frozenset(keys)
 
 
-def _container(path: str, table: Table, renewed: Collection[object]) -> _Container:
-    contents = table.copy()
-    if isinstance(contents, dict):
-        for key in renewed:
-            contents.pop(key, None)  # the copy would keep the present value alive
-    return _Container(path, table, contents, frozenset(renewed))
-
-
 def _globals_of_vllm() -> frozenset[int]:
     """Return the keys of storages of tensors that are globals of vLLM's modules.
 
@@ -308,7 +291,7 @@ def _forward_changes(
     computed: dict[str, Change] = {}
     changes: list[tuple[str, Change]] = []
     for container in before.containers:
-        for change in container.changes():
+        for change in container.written():
             changes.append((container.path, change))
             is_list = change.key is None
             path = container.path if is_list else f"{container.path}.{change.key}"
