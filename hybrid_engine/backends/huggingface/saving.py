@@ -2,7 +2,7 @@
 
     plan_files       assigns tensors to files; rank i modulo the number of ranks writes file i
     write_files      round by round: each rank receives the tensors of one file, then writes it
-    new_directory    creates `<name>.incomplete`, in which all files are written
+    save_hf_checkpoint creates `<name>.incomplete`, in which all files are written
     put_in_place     replaces the old directory by the new one
 
 Each tensor of the files is a buffer of the rank that writes it. The planner chooses the replica
@@ -142,12 +142,16 @@ def save_hf_checkpoint(
     try:
         with (
             job.agreement.phase("creating the checkpoint's directory"),
-            naming("creating", directory),
+            naming("creating", new),
         ):
             if job.rank == 0:
                 require_target(directory, table)
                 is_removable = True
-                new_directory(directory)
+                # The remains of earlier saves.
+                recover_directory(directory)
+                if new.exists():
+                    shutil.rmtree(new)
+                new.mkdir(parents=True)
         checksums = write_files(new, stored, transfers, buffers, job)
         with job.agreement.phase("publishing the checkpoint"):
             if job.rank == 0:
@@ -513,21 +517,6 @@ def _foreign_names(directory: Path) -> list[str]:
         if not (is_ours and path.is_file()):
             foreign.append(path.name)
     return sorted(foreign)
-
-
-def new_directory(directory: Path) -> Path:
-    """Create the directory that will replace `directory`, and remove the remains of earlier saves.
-
-    Raises:
-        FileError: a directory cannot be created or removed.
-    """
-    new = incomplete(directory)
-    with naming("creating", new):
-        recover_directory(directory)
-        if new.exists():
-            shutil.rmtree(new)
-        new.mkdir(parents=True)
-    return new
 
 
 def put_in_place(

@@ -249,12 +249,19 @@ class MegatronAdaptor(AdaptorWithSources):
 
     def names_of(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Return the canonical tensors that are packed in a tensor of the model, on all ranks."""
-        names = []
+        names = [
+            packed.format(**match.indices)
+            for _, match in self._matches(name, tensor)
+            for packed in match.packing.tensors()
+        ]
+        return [name for name in dict.fromkeys(names) if name in self.table.shapes]
+
+    def _matches(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Member, Match]]:
+        """Yield the weights in a tensor of the model that have a rule, with it."""
         for member in self.model.members(name, tensor):
             match = self.table.match(member.name)
             if match is not None:
-                names += [packed.format(**match.indices) for packed in match.packing.tensors()]
-        return [name for name in dict.fromkeys(names) if name in self.table.shapes]
+                yield member, match
 
     def _separate_matrices(self) -> Iterator[_LoraMatrix]:
         """Yield this rank's LoRA matrices if they are resharded separately.
@@ -299,10 +306,8 @@ class MegatronAdaptor(AdaptorWithSources):
     def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Return the canonical tensors of which a tensor of the model holds parts, sorted."""
         names: set[str] = set()
-        for member in self.model.members(name, tensor):
-            match = self.table.match(member.name)
-            if match is not None:
-                shapes = self.table.shapes
-                shards = self._held(match.packing, match, shapes, member, Home(name, 0))
-                names |= {shard.region.tensor for shard in shards}
+        for member, match in self._matches(name, tensor):
+            shapes = self.table.shapes
+            shards = self._held(match.packing, match, shapes, member, Home(name, 0))
+            names |= {shard.region.tensor for shard in shards}
         return sorted(names)

@@ -71,7 +71,14 @@ def probe(
     models = unwrap_model(list(chunks))
     run_schedule = get_forward_backward_func()
     watch = RouteWatch(num_experts)
-    with _evaluating(chunks, models), watch:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    with (
+        # Without dropout, additional losses and calls of the training loop.
+        attributes_set(modules, training=False),
+        attributes_set(_configs_of(models), **dict.fromkeys(_TRAINING_CALLBACKS)),
+        without_multi_token_prediction(models),
+        watch,
+    ):
         results = run_schedule(
             forward_step_func=_forward_step(models, vocab_size),
             data_iterator=[iter(rows) for _ in chunks] if is_interleaved else iter(rows),
@@ -174,15 +181,6 @@ def hide_padding(chunks: Modules, vocab_size: int) -> None:
     for model in unwrap_model(list(chunks)):
         if model.post_process:
             model.output_layer.register_forward_hook(hook)
-
-
-@contextlib.contextmanager
-def _evaluating(chunks: Modules, models: Sequence[Any]) -> Iterator[None]:
-    """Turn off dropout, additional losses and calls of the training loop until exit."""
-    modules = (module for chunk in chunks for module in chunk.modules())
-    silent = attributes_set(_configs_of(models), **dict.fromkeys(_TRAINING_CALLBACKS))
-    with attributes_set(modules, training=False), silent, without_multi_token_prediction(models):
-        yield
 
 
 @contextlib.contextmanager

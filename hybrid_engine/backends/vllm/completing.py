@@ -153,7 +153,13 @@ class CompletingEngine(ABC):
         is_list = isinstance(sampling, list | tuple)
         # Prompts of all ranks are checked first, so that no replica starts in vain.
         with self.job.agreement.phase("checking prompts"):
-            check_data(data)
+            if data not in ("global", "local"):
+                raise ArgumentError.of(
+                    "data",
+                    f"{shortened(data)} is unknown",
+                    'Use "global" where all ranks pass the same, "local" where each passes its own',
+                    code="unknown-value",
+                )
             token_ids = token_ids_of(prompts, self.tokenizer, attention_mask, chat)
             num = len(token_ids)
             # Also of a rank without prompts the shared one is checked, and compared.
@@ -329,17 +335,6 @@ class Drawing:
             by_rank[senders[index % sizes.data]][index // sizes.data]
             for index in range(len(self._prompts))
         ]
-
-
-def check_data(data: str) -> None:
-    """Raise ArgumentError unless `data` is "global" or "local"."""
-    if data not in ("global", "local"):
-        raise ArgumentError.of(
-            "data",
-            f"{shortened(data)} is unknown",
-            'Use "global" where all ranks pass the same, "local" where each rank passes its own',
-            code="unknown-value",
-        )
 
 
 def seeded(samplings: Sequence[Any], prompts: TokenIds, job: Job | None = None) -> list[Any]:

@@ -406,7 +406,8 @@ class InferenceEngine(CompletingEngine):
         if self._sleep_mode is not None:
             self._sleep_mode.wake_kv_cache()
         if self._loras is not None:
-            self._loras.reset_device()
+            # vLLM's own state of LoRAs, whose restored memory is uninitialised.
+            internals.model_runner_of(self.llm).reset_lora_state()
 
     def shutdown(self) -> None:
         """End vLLM and its process groups, not the caller's. Idempotent.
@@ -462,7 +463,14 @@ class InferenceEngine(CompletingEngine):
 
         @contextlib.contextmanager
         def inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
-            barrier = self._barrier(is_collective, owner)
+            barrier = ProcessingBarrier()
+            # If any rank of the job needs a group, all make one.
+            (is_any,) = self._agreement.any_of([is_collective], "looking for collectives")
+            if is_any:
+                # By instance, stage, replica and shard.
+                instances = self.settings.sizes.ranks.swapaxes(1, 2)
+                parts = instances.reshape(-1, instances[0, 0].size).tolist()
+                barrier = ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
             # Peers of a failed rank may be inside a collective of vLLM, unable to notice it.
             patience = SHORT_PATIENCE if barrier.is_collective else None
             with self._agreement.phase("inspecting what vLLM computes with", patience):
@@ -498,18 +506,6 @@ class InferenceEngine(CompletingEngine):
 
                     cpu_worker.attach(llm)
         return llm, models
-
-    def _barrier(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingBarrier:
-        """Return the barrier for processing weights, with a group if any rank needs one.
-
-        `is_collective`: whether the processing is collective on this rank. `owner` ends the group.
-        """
-        (is_any,) = self._agreement.any_of([is_collective], "looking for collectives")
-        if not is_any:
-            return ProcessingBarrier()
-        instances = self.settings.sizes.ranks.swapaxes(1, 2)  # instance, stage, replica, shard
-        parts = instances.reshape(-1, instances[0, 0].size).tolist()
-        return ProcessingBarrier(self.rank, self.job.new_group(owner, parts))
 
     def params_of(self, sampling: AnySampling | None) -> Any:
         """Return vLLM's parameters, which never draw the placeholder of an image."""

@@ -591,43 +591,42 @@ def refuse_lacking(lacking: Sequence[str]) -> None:
 def missing_names(
     device_type: str, *, with_lora: bool = True, with_routes: bool = True
 ) -> Iterator[str]:
-    """Yield descriptions of records that cannot be loaded or take other keywords, and of attributes
-    of `READ` that are missing."""
-    records: list[tuple[Internal, tuple[str, ...]]] = [(record, ()) for record in internal_names()]
-    for record, names in [*records, *_attributes(READ)]:
-        is_of_sleep = record.reason == _IN_SLEEP
-        is_of_sleep = is_of_sleep or record.target.startswith("vllm.device_allocator")
-        is_of_lora = record.reason == _OF_LORAS or record.target.startswith("vllm.lora.")
-        if device_type == "cpu" and is_of_sleep:
-            continue
+    """Yield descriptions of records that cannot be loaded, take other keywords or lack attributes.
+
+    These are all records, and those of `READ`.
+    """
+    # Purpose of attributes, and start of targets -> whether they are used.
+    features = {
+        (_IN_SLEEP, "vllm.device_allocator"): device_type != "cpu",
+        (_OF_LORAS, "vllm.lora."): with_lora,
+        (_OF_ROUTES, _ROUTES): with_routes,
+    }
+    unused = [feature for feature, is_used in features.items() if not is_used]
+    for record in (*internal_names(), *_attributes(READ)):
+        is_unused = any(
+            record.reason == purpose or record.target.startswith(start) for purpose, start in unused
+        )
         # Importing a module for CPUs only disables parts of `torch.cuda`.
-        if device_type != "cpu" and ".cpu_" in record.target.partition(":")[0]:
-            continue
-        if not with_lora and is_of_lora:
-            continue
-        is_of_routes = record.reason == _OF_ROUTES or record.target.startswith(_ROUTES)
-        if not with_routes and is_of_routes:
-            continue
-        yield from _problems(record, names)
+        is_for_cpu = ".cpu_" in record.target.partition(":")[0]
+        if not is_unused and (device_type == "cpu" or not is_for_cpu):
+            yield from _problems(record)
 
 
 def missing_for_servers() -> list[str]:
     """Return descriptions of missing names that servers need; imports little but vLLM's core."""
-    attributes = _attributes({_OF_SERVERS: READ[_OF_SERVERS]})
-    return [problem for record, names in attributes for problem in _problems(record, names)]
+    records = _attributes({_OF_SERVERS: READ[_OF_SERVERS]})
+    return [problem for record in records for problem in _problems(record)]
 
 
-def _attributes(
-    read: Mapping[str, Mapping[str, tuple[str, ...]]],
-) -> list[tuple[Internal, tuple[str, ...]]]:
+def _attributes(read: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Internal]:
     return [
-        (Internal(owner, purpose), names)
+        Internal(owner, purpose, attributes=names)
         for purpose, owners in read.items()
         for owner, names in owners.items()
     ]
 
 
-def _problems(record: Internal, names: Sequence[str]) -> Iterator[str]:
+def _problems(record: Internal) -> Iterator[str]:
     try:
         loaded = record.load()
     except (ImportError, AttributeError) as error:
@@ -635,10 +634,10 @@ def _problems(record: Internal, names: Sequence[str]) -> Iterator[str]:
         if lacks_module and not str(error.name).startswith(("vllm", "torch")):
             # The package may not be needed on this machine.
             logger.warning("%s was not looked up: %s", record.target, error)
-            return
-        yield f"{record.target}: {error} ({record.reason})"
+        else:
+            yield f"{record.target}: {error} ({record.reason})"
         return
-    lacking = [f".{name} is missing" for name in names if not _has(loaded, name)]
+    lacking = [f".{name} is missing" for name in record.attributes if not _has(loaded, name)]
     for keyword in record.keywords:
         if keyword not in inspect.signature(loaded).parameters:
             lacking.append(f" takes no {keyword}")

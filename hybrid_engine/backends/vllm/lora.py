@@ -102,10 +102,6 @@ class DeliveredLoras:
         """Drop the device's copies; the next request for a LoRA loads it again."""
         self._manager.remove_all_adapters()
 
-    def reset_device(self) -> None:
-        """Rewrite vLLM's own LoRA state on the device, whose restored memory is uninitialised."""
-        internals.model_runner_of(self._llm).reset_lora_state()
-
     def _get(self, name: str) -> _ServedLora:
         if name not in self._by_name:
             known = ", ".join(self._by_name) or "none"

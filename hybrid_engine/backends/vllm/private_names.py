@@ -23,11 +23,13 @@ class Internal(PrivateName):
 
     Attributes:
         keywords: parameters that are passed to it by name.
+        attributes: attributes that are read of it, or of its instances.
         otherwise: the target that replaces it in versions of vLLM without it.
     """
 
     keywords: tuple[str, ...] = ()
     otherwise: str = ""
+    attributes: tuple[str, ...] = ()
 
     def load(self) -> Any:
         module, _, path = self.target.partition(":")

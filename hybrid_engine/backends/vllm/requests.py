@@ -483,11 +483,6 @@ def require_answers(
             "time? If not, shut it down and build a new one",
             code="mixed-up-requests",
         )
-    _require_numbers(outputs)
-
-
-def _require_numbers(outputs: Sequence[Any]) -> None:
-    """Raise GenerationError for NaN, naming the prompt and the completion."""
     for index, output in enumerate(outputs):
         places = {
             f"completion {number}": choice.cumulative_logprob

@@ -119,31 +119,31 @@ class RouteGuard:
         self._requires_proof = bool(os.environ.get(TOKEN))
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        is_request = scope["type"] in ("http", "websocket")
+        if self._requires_proof and is_request and not _is_open(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})  # policy violation
+                return
+            body = await _body(receive)
+            if body is None or not _is_proven(scope, body):
+                await _refuse(send)
+                return
+            receive = _replaying(body, receive)
         try:
-            await self._pass(scope, receive, send)
+            await self._app(scope, receive, send)
         except Exception as error:
             if not _OF_THE_CORE.match(str(error)):
                 raise
 
-    async def _pass(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        is_request = scope["type"] in ("http", "websocket")
-        if not self._requires_proof or not is_request or _is_open(scope):
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # policy violation
-            return
-        body = await _body(receive)
-        if body is None or not _is_proven(scope, body):
-            await _refuse(send)
-            return
-        # The proof covers the body, so it has been received; the app receives it again.
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replay() -> Any:
-            return messages.pop() if messages else await receive()
+def _replaying(body: bytes, receive: _Receive) -> _Receive:
+    """Return `receive` with a body that was received already, because the proof covers it."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-        await self._app(scope, replay, send)
+    async def replay() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 def _is_open(scope: _Scope) -> bool:

@@ -302,15 +302,13 @@ def _forward_changes(
         path for path, constant in before.constants.items() if id(constant) in written_ids
     )
     paths = [*computed, *written]
+    # The next character must begin a step: `layers.10` is not inside `layers.1`.
     around = tuple(
-        change for outer, change in changes if any(_is_inside(path, outer) for path in paths)
+        change
+        for outer, change in changes
+        if any(path.startswith(outer) and path[len(outer) :][:1] in ("", *".[(") for path in paths)
     )
     return _ForwardChanges(before.module, computed, written, around)
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    # The next character must begin a step: `layers.10` is not inside `layers.1`.
-    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[(")
 
 
 def _is_computed(present: ModuleTensors, before: object, known: Collection[int]) -> bool:

@@ -13,9 +13,9 @@ import enum
 import functools
 import logging
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -83,15 +83,6 @@ def process(module: torch.nn.Module) -> None:
     update = getattr(module, "update_param_tp_status", None)
     if update is not None:
         update()
-
-
-def process_attention(layer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Run an attention layer's processing of the weights inside it.
-
-    `dtype`: dtype of the model's activations.
-    """
-    process_weights = cast(Callable[[torch.dtype], None], layer.process_weights_after_loading)
-    process_weights(dtype)
 
 
 def deriving_attention(

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -163,7 +163,7 @@ class ProcessedModel:
             for name in derivation.methods:
                 postload.process(self.modules[name])
             for name in derivation.attention:
-                postload.process_attention(self.modules[name], self.act_dtype)
+                cast(Any, self.modules[name]).process_weights_after_loading(self.act_dtype)
 
     @contextlib.contextmanager
     def as_loaded(self, name: str, tensors: Tensors) -> Iterator[None]:
