@@ -52,7 +52,7 @@ def prepare_process() -> GatedFormat:
     capture.register_loader(NAME)
     gate.close_gate(NAME)
     replaced_methods.unname_queues()
-    if not hasattr(internals.TRANSFER_ENGINE.load(), "start_weight_update"):
+    if not hasattr(internals.TRANSFER_ENGINE, "start_weight_update"):
         replaced_methods.correct_workers()
     if current_platform.is_cpu():
         from hybrid_engine.backends.vllm.cpu import cpu_worker

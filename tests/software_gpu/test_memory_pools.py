@@ -63,7 +63,7 @@ def test_an_engine_that_never_sleeps_leaves_no_tensor_of_a_module(
 ) -> None:
     """Otherwise memory of a module that vLLM has imported would prevent the next engine."""
     module = ModuleType("imported_while_weights_are_loaded")
-    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
+    allocator = internals.CUMEM_ALLOCATOR.get_instance()
 
     def load(_worker: object) -> None:
         with allocator.use_memory_pool(tag="weights"):

@@ -126,7 +126,7 @@ def _defaults_on_cuda(settings: InferenceSettings) -> Arguments:
     ):
         # Triton computes with the loader's layout; for other backends a switch derives another one.
         defaults["moe_backend"] = "triton"
-    allocator = internals.ALLOCATOR_CONFIG.load()
+    allocator = internals.ALLOCATOR_CONFIG
     is_expandable = allocator.conf_flag_enabled(
         allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS
     )
@@ -251,7 +251,7 @@ def _refused_settings(settings: InferenceSettings, device_type: str) -> Violatio
     yield from _refused_extra(settings, device_type)
     # torch's other allocator has no memory pools, which sleep mode needs.
     if is_sleepy(settings, device_type):
-        configuration = internals.ALLOCATOR_CONFIG.load().current_alloc_conf()
+        configuration = internals.ALLOCATOR_CONFIG.current_alloc_conf()
         if "cudaMallocAsync" in configuration:
             yield Violation(
                 "PYTORCH_CUDA_ALLOC_CONF",
@@ -271,7 +271,7 @@ def _without_kernels(
     quantization = config.model_config.quantization
     if quantization is not None and is_moe_on_cpu:
         lack = "were not tried here"
-        if not internals.HAS_AMX.load()():
+        if not internals.HAS_AMX():
             lack = "need AMX, which this CPU has not"
         yield Violation(
             "quantization",
@@ -464,7 +464,7 @@ def heads_without_kernel(size: int, *, latent: bool = False, drafts: bool = Fals
     sizes = internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES
     if latent and drafts:
         sizes = internals.MLA_DECODE_SIZES
-    known = sizes.load()()
+    known = sizes()
     if size not in known:
         yield Violation(
             "model",

@@ -156,4 +156,4 @@ def is_of_vllm(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     is_of_model = module.startswith("transformers.models.") and "modeling_" in module
     is_of_vllm = module.startswith("vllm.") or is_of_model
-    return is_of_vllm and frame.f_code is not internals.LENGTH_LIMITS.load().__code__
+    return is_of_vllm and frame.f_code is not internals.LENGTH_LIMITS.__code__

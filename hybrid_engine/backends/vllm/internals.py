@@ -1,6 +1,6 @@
 """Undocumented names of vLLM and torch that this backend uses or replaces, with the reasons.
 
-    LOADERS.load()                      `Internal`: a name that is imported at its first use
+    internals.LOADERS                   `NAMES`: a name that is imported at each use
     READ                                attributes of objects, which other files read by name
     ASKED_FOR                           optional attributes, which some versions lack
     with NEW_GROUP.replaced(build):     `Replacement`: a name that is replaced for a while
@@ -11,9 +11,6 @@ built. Names that vLLM exports (in an `__all__`) are imported where they are nee
 
 from __future__ import annotations
 
-import dis
-import inspect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,223 +20,246 @@ from hybrid_engine.backends.vllm.private_names import Internal, Replacement
 from hybrid_engine.backends.vllm.version import ACCEPTED_VERSIONS, installed
 from hybrid_engine.errors import DependencyError
 
-logger = logging.getLogger(__name__)
-
 _LAYERS = "vllm.model_executor.layers"
 _LOADING = "vllm.model_executor.model_loader"
 _ROUTES = "vllm.distributed.aux_output_connector"
 _V1 = "vllm.v1"
 _TRANSFER = "vllm.distributed.weight_transfer.base"
 
+_ALLOCATOR_CONFIG = "vllm.device_allocator.alloc_conf"
+_TRANSFER_ENGINE = f"{_TRANSFER}:WeightTransferEngine"
+_CUSTOM_OPS = "vllm._custom_ops"
+_PARALLEL_STATE = "vllm.distributed.parallel_state"
+_QUANTIZE_METHOD = f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"
+_VOCABULARY_EMBEDDING = f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding"
+_ATTENTION_LAYERS = f"{_LAYERS}.attention"
+
 # -- names to import -------------------------------------------------------------------------------
 
-ASYNC_LLM = Internal(f"{_V1}.engine.async_llm:AsyncLLM", "is the engine of a server in an actor")
-OUTPUT_KIND = Internal("vllm.sampling_params:RequestOutputKind", "requests whole completions")
-ENGINE_CORE = Internal(
-    f"{_V1}.engine.core:EngineCore", "holds a server's requests until it has weights"
-)
-ENGINE_MESSAGES = Internal(
-    f"{_V1}.engine", "has the messages between a server's core and its clients"
-)
-UNPAUSED = Internal(
-    f"{_V1}.core.sched.interface:PauseState.UNPAUSED",
-    "lets a paused server compute the probes of its trainers",
-)
-# This is looked up first: its module replaces names that other modules import.
-CPU_WORKER = Internal(
-    f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that isolates its process"
-)
-ROPES = Internal(
-    f"{_LAYERS}.rotary_embedding:_ROPE_DICT",
-    "caches rotary embeddings of other engines, see ROTATE, and of models without memory",
-)
-MISSING_LAYERS = Internal(
-    "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
-    "records a model's missing layers by its memory address, which another model may get",
-)
-CPU_HEAD_SIZES = Internal(
-    f"{_V1}.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes",
-    "lists the head sizes of attention kernels on CPU: others fail in the first generate",
-)
-MLA_HEAD_SIZES = Internal(
-    f"{_LAYERS}.attention.mla_attention:MLACommonBackend.get_supported_head_sizes",
-    "lists the head sizes of latent attention",
-)
-MLA_DECODE_SIZES = Internal(
-    "vllm.v1.attention.backends.mla.cpu_mla:CPUMLABackend.get_supported_head_sizes",
-    "lists the head sizes of latent attention that a CPU can decode",
-)
-LENGTH_LIMITS = Internal(
-    "vllm.transformers_utils.model_arch_config_convertor"
-    ":ModelArchConfigConvertorBase.derive_max_model_len_and_key",
-    "reads all families' keys for sequence lengths, without an effect on the computation",
-)
-ALLOCATOR_CONFIG = Internal(
-    "vllm.device_allocator.alloc_conf", "parses the configuration of torch's allocator"
-)
-CUMEM_LIBRARY = Internal(
-    "vllm.device_allocator.cumem:lib_name", "is the extension that keeps the error of a call"
-)
-TRANSFER_ENGINE = Internal(
-    f"{_TRANSFER}:WeightTransferEngine", "is the base of a worker's interface for weights"
-)
-INIT_INFO = Internal(
-    f"{_TRANSFER}:WeightTransferInitInfo", "is a class that a transfer engine must name"
-)
-UPDATE_INFO = Internal(
-    f"{_TRANSFER}:WeightTransferUpdateInfo", "is a class that a transfer engine must name"
-)
-INIT_REQUEST = Internal(
-    f"{_TRANSFER}:WeightTransferInitRequest", "is an argument of AsyncLLM's calls"
-)
-UPDATE_REQUEST = Internal(
-    f"{_TRANSFER}:WeightTransferUpdateRequest", "is an argument of AsyncLLM's calls"
-)
-WORLD_GROUP = Internal(
-    "vllm.distributed.parallel_state:get_world_group", "is the group of a server's workers"
-)
-PAUSED = Internal(
-    f"{_V1}.core.sched.interface:PauseState.PAUSED_ALL", "makes a scheduler hold all requests"
-)
-MEM_ALLOCATOR = Internal(
-    "vllm.device_allocator:get_mem_allocator_instance", "has the segments in which weights sleep"
-)
-CUMEM_ALLOCATOR = Internal(
-    "vllm.device_allocator.cumem:CuMemAllocator",
-    "counts the memory of an earlier engine in this process",
-)
-SUSPEND_COMMUNICATORS = Internal(
-    "vllm.distributed.parallel_state:suspend_device_comms",
-    "is called by vLLM's own sleep if its user asked for that",
-)
-RESUME_COMMUNICATORS = Internal(
-    "vllm.distributed.parallel_state:resume_device_comms",
-    "is called by vLLM's own wake-up if its user asked for that",
-)
-CHAT_REQUEST = Internal(
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
-    "has the tools for a parser of calls",
-)
-CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
-KERNELS = Internal(
-    "vllm._custom_ops:torch.ops._C",
-    "has init_shm_manager if CPU ranks exchange tensors through shared memory",
-)
-PARALLEL_STATE = Internal(
-    "vllm.distributed.parallel_state", "its own shutdown would end the caller's groups as well"
-)
-DISABLE_ENVS_CACHE = Internal(
-    "vllm.envs:disable_envs_cache", "lets the next engine have another environment"
-)
-LOADERS = Internal(
-    f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built"
-)
-CACHE_SPECS = Internal(f"{_V1}.kv_cache_interface", "has the kinds of caches of layers, for plans")
-LAYER_NUMBER = Internal(
-    "vllm.model_executor.models.utils:extract_layer_index",
-    "parses the number of a layer in its prefix",
-)
-INITIALIZE_MODEL = Internal(
-    f"{_LOADING}.utils:initialize_model",
-    "constructs a model without its weights",
-    keywords=("vllm_config", "model_config"),
-)
-DEFAULT_DTYPE = Internal(
-    "vllm.utils.torch_utils:set_default_torch_dtype",
-    "is the context in which vLLM constructs a model",
-)
-QUANTIZE_METHOD = Internal(
-    f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
-    "is the class of methods that process a layer's weights after loading",
-)
-CACHE_METHOD = Internal(
-    f"{_LAYERS}.quantization.kv_cache:BaseKVCacheMethod",
-    "is the class of those methods that attention has for its cache",
-)
+NAMES = {
+    "ASYNC_LLM": Internal(
+        f"{_V1}.engine.async_llm:AsyncLLM", "is the engine of a server in an actor"
+    ),
+    "OUTPUT_KIND": Internal("vllm.sampling_params:RequestOutputKind", "requests whole completions"),
+    "ENGINE_CORE": Internal(
+        f"{_V1}.engine.core:EngineCore", "holds a server's requests until it has weights"
+    ),
+    "ENGINE_MESSAGES": Internal(
+        f"{_V1}.engine", "has the messages between a server's core and its clients"
+    ),
+    "UNPAUSED": Internal(
+        f"{_V1}.core.sched.interface:PauseState.UNPAUSED",
+        "lets a paused server compute the probes of its trainers",
+    ),
+    # This is looked up first: its module replaces names that other modules import.
+    "CPU_WORKER": Internal(
+        f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that isolates its process"
+    ),
+    "ROPES": Internal(
+        f"{_LAYERS}.rotary_embedding:_ROPE_DICT",
+        "caches rotary embeddings of other engines, see ROTATE, and of models without memory",
+    ),
+    "MISSING_LAYERS": Internal(
+        "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
+        "records a model's missing layers by its memory address, which another model may get",
+    ),
+    "CPU_HEAD_SIZES": Internal(
+        f"{_V1}.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes",
+        "lists the head sizes of attention kernels on CPU: others fail in the first generate",
+    ),
+    "MLA_HEAD_SIZES": Internal(
+        f"{_LAYERS}.attention.mla_attention:MLACommonBackend.get_supported_head_sizes",
+        "lists the head sizes of latent attention",
+    ),
+    "MLA_DECODE_SIZES": Internal(
+        "vllm.v1.attention.backends.mla.cpu_mla:CPUMLABackend.get_supported_head_sizes",
+        "lists the head sizes of latent attention that a CPU can decode",
+    ),
+    "LENGTH_LIMITS": Internal(
+        "vllm.transformers_utils.model_arch_config_convertor"
+        ":ModelArchConfigConvertorBase.derive_max_model_len_and_key",
+        "reads all families' keys for sequence lengths, without an effect on the computation",
+    ),
+    "ALLOCATOR_CONFIG": Internal(
+        _ALLOCATOR_CONFIG, "parses the configuration of torch's allocator"
+    ),
+    "CUMEM_LIBRARY": Internal(
+        "vllm.device_allocator.cumem:lib_name", "is the extension that keeps the error of a call"
+    ),
+    "TRANSFER_ENGINE": Internal(
+        _TRANSFER_ENGINE, "is the base of a worker's interface for weights"
+    ),
+    "INIT_INFO": Internal(
+        f"{_TRANSFER}:WeightTransferInitInfo", "is a class that a transfer engine must name"
+    ),
+    "UPDATE_INFO": Internal(
+        f"{_TRANSFER}:WeightTransferUpdateInfo", "is a class that a transfer engine must name"
+    ),
+    "INIT_REQUEST": Internal(
+        f"{_TRANSFER}:WeightTransferInitRequest", "is an argument of AsyncLLM's calls"
+    ),
+    "UPDATE_REQUEST": Internal(
+        f"{_TRANSFER}:WeightTransferUpdateRequest", "is an argument of AsyncLLM's calls"
+    ),
+    "WORLD_GROUP": Internal(
+        "vllm.distributed.parallel_state:get_world_group", "is the group of a server's workers"
+    ),
+    "PAUSED": Internal(
+        f"{_V1}.core.sched.interface:PauseState.PAUSED_ALL", "makes a scheduler hold all requests"
+    ),
+    "MEM_ALLOCATOR": Internal(
+        "vllm.device_allocator:get_mem_allocator_instance",
+        "has the segments in which weights sleep",
+    ),
+    "CUMEM_ALLOCATOR": Internal(
+        "vllm.device_allocator.cumem:CuMemAllocator",
+        "counts the memory of an earlier engine in this process",
+    ),
+    "SUSPEND_COMMUNICATORS": Internal(
+        "vllm.distributed.parallel_state:suspend_device_comms",
+        "is called by vLLM's own sleep if its user asked for that",
+    ),
+    "RESUME_COMMUNICATORS": Internal(
+        "vllm.distributed.parallel_state:resume_device_comms",
+        "is called by vLLM's own wake-up if its user asked for that",
+    ),
+    "CHAT_REQUEST": Internal(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        "has the tools for a parser of calls",
+    ),
+    "CUSTOM_OPS": Internal(_CUSTOM_OPS, "exchanges the addresses of buffers in captured graphs"),
+    "KERNELS": Internal(
+        "vllm._custom_ops:torch.ops._C",
+        "has init_shm_manager if CPU ranks exchange tensors through shared memory",
+    ),
+    "PARALLEL_STATE": Internal(
+        _PARALLEL_STATE, "its own shutdown would end the caller's groups as well"
+    ),
+    "DISABLE_ENVS_CACHE": Internal(
+        "vllm.envs:disable_envs_cache", "lets the next engine have another environment"
+    ),
+    "LOADERS": Internal(
+        f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "has our load format while an engine is built"
+    ),
+    "CACHE_SPECS": Internal(
+        f"{_V1}.kv_cache_interface", "has the kinds of caches of layers, for plans"
+    ),
+    "LAYER_NUMBER": Internal(
+        "vllm.model_executor.models.utils:extract_layer_index",
+        "parses the number of a layer in its prefix",
+    ),
+    "INITIALIZE_MODEL": Internal(
+        f"{_LOADING}.utils:initialize_model",
+        "constructs a model without its weights",
+        keywords=("vllm_config", "model_config"),
+    ),
+    "DEFAULT_DTYPE": Internal(
+        "vllm.utils.torch_utils:set_default_torch_dtype",
+        "is the context in which vLLM constructs a model",
+    ),
+    "QUANTIZE_METHOD": Internal(
+        _QUANTIZE_METHOD,
+        "is the class of methods that process a layer's weights after loading",
+    ),
+    "CACHE_METHOD": Internal(
+        f"{_LAYERS}.quantization.kv_cache:BaseKVCacheMethod",
+        "is the class of those methods that attention has for its cache",
+    ),
+    "VOCABULARY_EMBEDDING": Internal(_VOCABULARY_EMBEDDING, "has the number of padding rows"),
+    "LAYERWISE_INFO": Internal(
+        f"{_LOADING}.reload.layerwise:get_layerwise_info",
+        "holds the state of a layer that is quantised while loading",
+    ),
+    "RELOADING_NOTES": Internal(
+        f"{_LOADING}.reload.layerwise:LAYERWISE_INFO",
+        "has notes on every layer, some of which keep their layer alive",
+    ),
+    "ORIGINAL_LOADER": Internal(
+        f"{_LOADING}.reload.layerwise:_get_original_loader",
+        "loads such a layer's weights without processing them",
+    ),
+    "MATERIALIZE_LAYER": Internal(
+        f"{_LOADING}.reload.meta:materialize_layer", "moves its weights off the meta device"
+    ),
+    "CLIENT_ERROR": Internal(
+        "vllm.exceptions:VLLMClientError",
+        "is raised for invalid requests when they are added",
+        otherwise="builtins:ValueError",
+    ),
+    "CACHED_TOKENIZER": Internal(
+        "vllm.tokenizers.hf:get_cached_tokenizer",
+        "adds the attributes that vLLM reads to a tokenizer of transformers",
+    ),
+    "HAS_AMX": Internal(
+        "torch.cpu:_is_amx_tile_supported", "decides on which CPUs vLLM quantises experts"
+    ),
+    "FAKE_GROUP": Internal(
+        "torch.testing._internal.distributed.fake_pg:FakeStore",
+        "registers the backend of a default group without peers, in which plans trace a position",
+    ),
+    "MAKE_SUBCLASS": Internal(
+        "torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor"
+    ),
+    "ROUTE_SCHEDULER": Internal(
+        f"{_ROUTES}.connector:AuxOutputSchedulerConnector",
+        "hands the experts of each token over to its request",
+    ),
+    "ROUTE_WORKER": Internal(
+        f"{_ROUTES}.worker:get_aux_output_connector",
+        "captures the experts of each token in a worker",
+    ),
+    "BASE_ROUTER": Internal(
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+        "selects the experts of tokens, and passes them to a function",
+    ),
+    "LORA_REQUEST": Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request"),
+    "LORA_MODEL": Internal(
+        "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+        "makes vLLM's own LoRA from tensors instead of files",
+        keywords=("device", "dtype", "model_vocab_size", "weights_mapper"),
+    ),
+    "PEFT_HELPER": Internal(
+        "vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules"
+    ),
+    "MODULE_RANKS": Internal(
+        "vllm.lora.peft_helper:PEFTHelper.get_rank_and_scaling",
+        "applies ranks and alphas of single modules; a vLLM without it drops them silently",
+    ),
+    "ATTENTION_LAYERS": Internal(
+        _ATTENTION_LAYERS, "identifies the layers that are processed after all others"
+    ),
+    "EXPERTS_METHOD": Internal(
+        f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase",
+        "takes another kernel by moe_backend",
+    ),
+    "ARGUMENT_PARSER": Internal(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        "parses the command line of `certify` as `vllm serve` does",
+    ),
+    "PACKED_PRODUCT": Internal(
+        "vllm._custom_ops:onednn_mm", "reads such a copy: `certify` multiplies it by unit vectors"
+    ),
+}
+"""Name of an attribute of this module -> what it is loaded from, at each use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return NAMES[name].load()
+
+
 _OF_PLATFORMS = "lists the kernels of each platform for weights in this format"
 _LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
-_FP8_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_FP8_BLOCK_KERNELS", _OF_PLATFORMS)
-_MXFP8_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP8_KERNELS", _OF_PLATFORMS)
-_MXFP4_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP4_KERNELS", _OF_PLATFORMS)
-_NVFP4_KERNELS = Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_NVFP4_KERNELS", _OF_PLATFORMS)
 BLOCK_KERNELS = {
-    "fp8": _FP8_KERNELS,
-    "mxfp8": _MXFP8_KERNELS,
-    "mxfp4": _MXFP4_KERNELS,
-    "nvfp4": _NVFP4_KERNELS,
+    "fp8": Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_FP8_BLOCK_KERNELS", _OF_PLATFORMS),
+    "mxfp8": Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP8_KERNELS", _OF_PLATFORMS),
+    "mxfp4": Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_MXFP4_KERNELS", _OF_PLATFORMS),
+    "nvfp4": Internal(f"{_LINEAR_KERNELS}:_POSSIBLE_NVFP4_KERNELS", _OF_PLATFORMS),
 }
-VOCABULARY_EMBEDDING = Internal(
-    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "has the number of padding rows"
-)
-LAYERWISE_INFO = Internal(
-    f"{_LOADING}.reload.layerwise:get_layerwise_info",
-    "holds the state of a layer that is quantised while loading",
-)
-RELOADING_NOTES = Internal(
-    f"{_LOADING}.reload.layerwise:LAYERWISE_INFO",
-    "has notes on every layer, some of which keep their layer alive",
-)
-ORIGINAL_LOADER = Internal(
-    f"{_LOADING}.reload.layerwise:_get_original_loader",
-    "loads such a layer's weights without processing them",
-)
-MATERIALIZE_LAYER = Internal(
-    f"{_LOADING}.reload.meta:materialize_layer", "moves its weights off the meta device"
-)
-CLIENT_ERROR = Internal(
-    "vllm.exceptions:VLLMClientError",
-    "is raised for invalid requests when they are added",
-    otherwise="builtins:ValueError",
-)
-CACHED_TOKENIZER = Internal(
-    "vllm.tokenizers.hf:get_cached_tokenizer",
-    "adds the attributes that vLLM reads to a tokenizer of transformers",
-)
-HAS_AMX = Internal(
-    "torch.cpu:_is_amx_tile_supported", "decides on which CPUs vLLM quantises experts"
-)
-FAKE_GROUP = Internal(
-    "torch.testing._internal.distributed.fake_pg:FakeStore",
-    "registers the backend of a default group without peers, in which a planned position is traced",
-)
-MAKE_SUBCLASS = Internal(
-    "torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor"
-)
-ROUTE_SCHEDULER = Internal(
-    f"{_ROUTES}.connector:AuxOutputSchedulerConnector",
-    "hands the experts of each token over to its request",
-)
-ROUTE_WORKER = Internal(
-    f"{_ROUTES}.worker:get_aux_output_connector",
-    "captures the experts of each token in a worker",
-)
-BASE_ROUTER = Internal(
-    "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
-    "selects the experts of tokens, and passes them to a function",
-)
-LORA_REQUEST = Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request")
-LORA_MODEL = Internal(
-    "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
-    "makes vLLM's own LoRA from tensors instead of files",
-    keywords=("device", "dtype", "model_vocab_size", "weights_mapper"),
-)
-PEFT_HELPER = Internal(
-    "vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules"
-)
-MODULE_RANKS = Internal(
-    "vllm.lora.peft_helper:PEFTHelper.get_rank_and_scaling",
-    "applies ranks and alphas of single modules; a vLLM without it drops them silently",
-)
 
 # -- processing of weights after loading (weights/postload.py) -------------------------------------
 
-ATTENTION_LAYERS = Internal(
-    f"{_LAYERS}.attention", "identifies the layers that are processed after all others"
-)
-EXPERTS_METHOD = Internal(
-    f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase",
-    "takes another kernel by moe_backend",
-)
 NOT_ENTERED = (
     Internal(
         f"{_LAYERS}.fused_moe.modular_kernel:FusedMoEPrepareAndFinalize",
@@ -250,19 +270,12 @@ NOT_ENTERED = (
         "is configuration, shared by all layers",
     ),
 )
-GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadcaster")
-"""Attributes of vLLM's groups through which ranks communicate (weights/processing_barrier.py)."""
 PACKED_HANDLE = Internal(
     "vllm._custom_ops:CPUDNNLGEMMHandler",
     "its only tensor is the address of a packed copy, which oneDNN keeps",
 )
-ARGUMENT_PARSER = Internal(
-    "vllm.utils.argparse_utils:FlexibleArgumentParser",
-    "parses the command line of `certify` as `vllm serve` does",
-)
-PACKED_PRODUCT = Internal(
-    "vllm._custom_ops:onednn_mm", "reads such a copy: `certify` multiplies it by unit vectors"
-)
+GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadcaster")
+"""Attributes of vLLM's groups through which ranks communicate (weights/processing_barrier.py)."""
 
 # -- attributes that are read by name --------------------------------------------------------------
 
@@ -319,7 +332,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.engine.core:EngineCore": ("structured_output_manager",),
         f"{_V1}.structured_output:StructuredOutputManager": ("clear_backend",),
         f"{_V1}.core.sched.scheduler:Scheduler": ("shutdown",),
-        PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
+        _PARALLEL_STATE: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
     },
     _IN_SLEEP: {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
@@ -327,7 +340,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
             *("get_instance", "python_free_callback", "pointer_to_data"),
             *("allocator_and_pools", "get_current_usage"),
         ),
-        ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
+        _ALLOCATOR_CONFIG: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
     },
     "tell where blocks of the KV cache lie, and in which order requests get them": {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "kv_cache_config"),
@@ -338,7 +351,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     _OF_SERVERS: {
-        TRANSFER_ENGINE.target: ("init_transfer_engine", "receive_weights"),
+        _TRANSFER_ENGINE: ("init_transfer_engine", "receive_weights"),
         f"{_V1}.engine.core:EngineCore": (
             *("collective_rpc", "resume_scheduler", "sleep", "add_lora", "is_scheduler_paused"),
             *("model_executor", "_initialize_kv_caches", "batch_queue", "_reset_caches"),
@@ -356,8 +369,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_worker:Worker": ("weight_transfer_engine", "_weight_update_active"),
     },
     "describe the attention of a layer": {
-        f"{ATTENTION_LAYERS.target}:Attention": ("impl", "sliding_window"),
-        f"{ATTENTION_LAYERS.target}:MLAAttention": ("impl", "sliding_window", "scale"),
+        f"{_ATTENTION_LAYERS}:Attention": ("impl", "sliding_window"),
+        f"{_ATTENTION_LAYERS}:MLAAttention": ("impl", "sliding_window", "scale"),
         f"{_LAYERS}.rotary_embedding.base:RotaryEmbeddingBase": ("cos_sin_cache",),
     },
     "hold the KV cache of any kind": {
@@ -366,10 +379,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.config:CompilationConfig": ("static_forward_context",),
     },
     "exchange the addresses of buffers in captured graphs": {
-        CUSTOM_OPS.target: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),
+        _CUSTOM_OPS: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),
     },
     "describe a process group of vLLM": {
-        f"{PARALLEL_STATE.target}:GroupCoordinator": (
+        f"{_PARALLEL_STATE}:GroupCoordinator": (
             "ranks",
             "rank_in_group",
             "device_group",
@@ -380,10 +393,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "make groups of coordinators that cannot communicate": {
-        PARALLEL_STATE.target: ("GroupCoordinator", "initialize_model_parallel"),
+        _PARALLEL_STATE: ("GroupCoordinator", "initialize_model_parallel"),
     },
     "let ranks communicate": {
-        f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)
+        f"{_PARALLEL_STATE}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)
     },
     _OF_ROUTES: {
         f"{_ROUTES}.worker:AuxOutputWorkerConnector": (
@@ -416,13 +429,13 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "process weights after loading, and repeat the processing": {
-        QUANTIZE_METHOD.target: ("process_weights_after_loading", "uses_meta_device"),
+        _QUANTIZE_METHOD: ("process_weights_after_loading", "uses_meta_device"),
         f"{_LOADING}.reload.types:LayerReloadingInfo": ("reset",),
         f"{_LAYERS}.linear:LinearBase": ("update_param_tp_status",),
     },
     "count the rows of padding": {
-        VOCABULARY_EMBEDDING.target: ("shard_indices",),
-        f"{VOCABULARY_EMBEDDING.target}ShardIndices": (
+        _VOCABULARY_EMBEDDING: ("shard_indices",),
+        f"{_VOCABULARY_EMBEDDING}ShardIndices": (
             *(
                 "num_org_elements",
                 "num_org_elements_padded",
@@ -443,7 +456,7 @@ ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.engine.core:EngineCore": ("release_kv_cache_memory", "set_weight_version"),
     },
     "identifies the attention that is processed after all others; without it, three classes do": {
-        ATTENTION_LAYERS.target: ("is_deferred_attention_layer",),
+        _ATTENTION_LAYERS: ("is_deferred_attention_layer",),
     },
     "makes transformers' decoder class compile itself": {
         "vllm.model_executor.models.transformers:TransformersForCausalLM": (DECORATE_DECODER,),
@@ -609,13 +622,13 @@ def missing_names(
         # Importing a module for CPUs only disables parts of `torch.cuda`.
         is_for_cpu = ".cpu_" in record.target.partition(":")[0]
         if not is_unused and (device_type == "cpu" or not is_for_cpu):
-            yield from _problems(record)
+            yield from record.problems()
 
 
 def missing_for_servers() -> list[str]:
     """Return descriptions of missing names that servers need; imports little but vLLM's core."""
     records = _attributes({_OF_SERVERS: READ[_OF_SERVERS]})
-    return [problem for record in records for problem in _problems(record)]
+    return [problem for record in records for problem in record.problems()]
 
 
 def _attributes(read: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Internal]:
@@ -626,53 +639,11 @@ def _attributes(read: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Inter
     ]
 
 
-def _problems(record: Internal) -> Iterator[str]:
-    try:
-        loaded = record.load()
-    except (ImportError, AttributeError) as error:
-        lacks_module = isinstance(error, ModuleNotFoundError)
-        if lacks_module and not str(error.name).startswith(("vllm", "torch")):
-            # The package may not be needed on this machine.
-            logger.warning("%s was not looked up: %s", record.target, error)
-        else:
-            yield f"{record.target}: {error} ({record.reason})"
-        return
-    lacking = [f".{name} is missing" for name in record.attributes if not _has(loaded, name)]
-    for keyword in record.keywords:
-        if keyword not in inspect.signature(loaded).parameters:
-            lacking.append(f" takes no {keyword}")
-    yield from (f"{record.target}{problem} ({record.reason})" for problem in lacking)
-
-
 def internal_names() -> Iterator[Internal]:
     for value in globals().copy().values():
-        records = value if isinstance(value, tuple) else (value,)
+        values = value.values() if isinstance(value, dict) else (value,)
+        records = value if isinstance(value, tuple) else values
         yield from (record for record in records if isinstance(record, Internal))
-
-
-def _has(owner: object, name: str) -> bool:
-    """Return whether a module, a class or the objects of a class have an attribute.
-
-    An object's attributes are annotated in its class, or set in one of its methods.
-    """
-    if hasattr(owner, name) or not isinstance(owner, type):
-        return hasattr(owner, name)
-    namespaces = [vars(base) for base in owner.__mro__]
-    if any(name in namespace.get("__annotations__", ()) for namespace in namespaces):
-        return True
-    for namespace in namespaces:
-        for value in namespace.values():
-            method = inspect.unwrap(value) if inspect.isfunction(value) else None
-            # Disassembling is slow, so only methods that mention the name are disassembled.
-            if method is None or name not in method.__code__.co_names:
-                continue
-            instructions = dis.get_instructions(method)
-            if any(
-                (instruction.opname, instruction.argval) == ("STORE_ATTR", name)
-                for instruction in instructions
-            ):
-                return True
-    return False
 
 
 # -- parts of an engine ----------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def forget_models() -> None:
     Call it whenever a model was freed or made: another model may get the address, and a pipeline
     stage would then treat layers as missing that only the former model lacked.
     """
-    internals.MISSING_LAYERS.load().clear()
+    internals.MISSING_LAYERS.clear()
 
 
 def forget_import_frames() -> None:
@@ -210,7 +210,7 @@ def forget_import_frames() -> None:
 
 def require_no_groups() -> None:
     """Raise StateError if vLLM has process groups in this process: it supports one engine's."""
-    if internals.PARALLEL_STATE.load()._WORLD is not None:
+    if internals.PARALLEL_STATE._WORLD is not None:
         raise StateError(
             "vLLM runs in this process already: "
             "shut down the engine or the worker that has it first",
@@ -221,9 +221,9 @@ def require_no_groups() -> None:
 def destroy_groups() -> None:
     """End vLLM's process groups. vLLM's own function also ends the default group, the caller's."""
     forget_models()
-    disable_envs_cache = internals.DISABLE_ENVS_CACHE.load()
+    disable_envs_cache = internals.DISABLE_ENVS_CACHE
     disable_envs_cache()
-    parallel_state = internals.PARALLEL_STATE.load()
+    parallel_state = internals.PARALLEL_STATE
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         # Its device and CPU groups, not the default group.
@@ -317,7 +317,7 @@ def register_graph_buffers(communicator: Any) -> None:
 
     Collective. vLLM calls this on CUDA, at the end of each graph's capture.
     """
-    ops = internals.CUSTOM_OPS.load()
+    ops = internals.CUSTOM_OPS
     ranks = dist.get_process_group_ranks(communicator.group)
     message = encode(ops.get_graph_buffer_ipc_meta(communicator._ptr))
     # A broadcast per rank, on the CPU: no gather is possible while graphs are captured.

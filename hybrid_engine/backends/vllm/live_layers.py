@@ -53,7 +53,7 @@ def live_attention(
         layers: `static_forward_context` of its compilation configuration.
         positions: positions at which rotations are read.
     """
-    number_of = internals.LAYER_NUMBER.load()
+    number_of = internals.LAYER_NUMBER
     # With duplicates, because layers share rotary modules, and some layers have two names.
     modules = dict(model.named_modules(remove_duplicate=False))
     present = set(modules.values())
@@ -143,7 +143,7 @@ def captured_routes(model: torch.nn.Module, num_tokens: int) -> Iterator[list[La
         model: this rank's vLLM model.
         num_tokens: tokens that are computed inside.
     """
-    base = internals.BASE_ROUTER.load()
+    base = internals.BASE_ROUTER
     routers = [
         router
         for module in model.modules()

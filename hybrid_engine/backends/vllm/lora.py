@@ -96,7 +96,7 @@ class DeliveredLoras:
     def request(self, name: str) -> Any:
         """Return vLLM's `LoRARequest` for a LoRA. Raises StateError for an unknown name."""
         # The last argument replaces a directory, which is never read.
-        return internals.LORA_REQUEST.load()(name, self._get(name).number, "in memory")
+        return internals.LORA_REQUEST(name, self._get(name).number, "in memory")
 
     def drop_from_device(self) -> None:
         """Drop the device's copies; the next request for a LoRA loads it again."""
@@ -116,7 +116,7 @@ class DeliveredLoras:
         lora = self._get(request.lora_name)
         manager = self._manager
         settings = lora.settings
-        peft = internals.PEFT_HELPER.load()(
+        peft = internals.PEFT_HELPER(
             {
                 "r": settings.rank,
                 "lora_alpha": settings.alpha,
@@ -127,7 +127,7 @@ class DeliveredLoras:
         )
         peft.validate_legal(manager.lora_config)
         mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-        return internals.LORA_MODEL.load()(
+        return internals.LORA_MODEL(
             lora.number,
             # vLLM scales lora_B in place.
             {name: tensor.clone() for name, tensor in lora.tensors.items()},

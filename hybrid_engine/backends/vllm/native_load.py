@@ -105,7 +105,7 @@ def second_model(
 
 def _constructed(config: Any, model_config: Any) -> torch.nn.Module:
     """Return a model of this rank: the main one, or the drafter."""
-    initialize_model = internals.INITIALIZE_MODEL.load()
+    initialize_model = internals.INITIALIZE_MODEL
     with _building(config), torch.device(config.device_config.device):
         model = initialize_model(vllm_config=config, model_config=model_config)
     forget_models()
@@ -116,6 +116,6 @@ def _constructed(config: Any, model_config: Any) -> torch.nn.Module:
 def _building(config: Any) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
 
-    default_dtype = internals.DEFAULT_DTYPE.load()
+    default_dtype = internals.DEFAULT_DTYPE
     with default_dtype(config.model_config.dtype), set_current_vllm_config(config):
         yield

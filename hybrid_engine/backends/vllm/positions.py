@@ -125,7 +125,7 @@ def planned_position(
     def planned(model: torch.nn.Module) -> PlannedPosition:
         return PlannedPosition(trace(model), *_kv_caches())
 
-    store = internals.FAKE_GROUP.load()()
+    store = internals.FAKE_GROUP()
     # vLLM reads its rank and the number of ranks from the default group.
     dist.init_process_group("fake", rank=position.rank, world_size=position.world_size, store=store)
     try:
@@ -186,7 +186,7 @@ def _kv_caches() -> tuple[tuple[LayerCache, ...], int]:
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    specs = internals.CACHE_SPECS.load()
+    specs = internals.CACHE_SPECS
     caches = []
     for layer in config.compilation_config.static_forward_context.values():
         # Some layers have no cache, such as experts, and some use another layer's.
@@ -271,8 +271,8 @@ def _traced(
 
 
 def _model(config: Any) -> torch.nn.Module:
-    default_dtype = internals.DEFAULT_DTYPE.load()
-    initialize_model = internals.INITIALIZE_MODEL.load()
+    default_dtype = internals.DEFAULT_DTYPE
+    initialize_model = internals.INITIALIZE_MODEL
     with default_dtype(config.model_config.dtype), torch.device("cpu"), _WithoutWeights():
         return initialize_model(vllm_config=config, model_config=config.model_config)
 
@@ -295,7 +295,7 @@ class _WithoutWeights(TorchDispatchMode):
 
 def _forget_layers(model: torch.nn.Module) -> None:
     """Remove vLLM's notes on layers for reloading, which keep layers that it quantises alive."""
-    notes = internals.RELOADING_NOTES.load()
+    notes = internals.RELOADING_NOTES
     for module in model.modules():
         notes.pop(module, None)
 
@@ -308,7 +308,7 @@ def _at_position(position: Position, settings: InferenceSettings, config: Any) -
     """
     from vllm.config import set_current_vllm_config
 
-    parallel_state = internals.PARALLEL_STATE.load()
+    parallel_state = internals.PARALLEL_STATE
     seat = _seat_class(position.rank)
     sizes = settings.sizes
     with set_current_vllm_config(config), internals.MAKE_GROUP.replaced(lambda _: seat):
@@ -319,7 +319,7 @@ def _at_position(position: Position, settings: InferenceSettings, config: Any) -
 
 
 def _seat_class(position: int) -> Any:
-    parallel_state = internals.PARALLEL_STATE.load()
+    parallel_state = internals.PARALLEL_STATE
 
     class Seat(parallel_state.GroupCoordinator):  # type: ignore[name-defined]
         """A coordinator of the group that contains the position; it cannot communicate."""
@@ -355,7 +355,7 @@ def _seat_class(position: int) -> Any:
 @contextlib.contextmanager
 def _rotary_embeddings_kept() -> Iterator[None]:
     """Empty vLLM's cache of rotary embeddings in this context, and restore it at the end."""
-    known = internals.ROPES.load()
+    known = internals.ROPES
     before = dict(known)
     known.clear()
     try:

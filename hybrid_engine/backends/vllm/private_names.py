@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import importlib
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +15,8 @@ from typing import Any
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import DependencyError, StateError
 from hybrid_engine.ranks.torch_internals import PrivateName
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 """Function or method with any arguments, as those that are replaced have."""
@@ -39,6 +44,24 @@ class Internal(PrivateName):
             if not self.otherwise:
                 raise
             return Internal(self.otherwise, self.reason).load()
+
+    def problems(self) -> Iterator[str]:
+        """Yield a description if it cannot be loaded, and of all that it lacks."""
+        try:
+            loaded = self.load()
+        except (ImportError, AttributeError) as error:
+            lacks_module = isinstance(error, ModuleNotFoundError)
+            if lacks_module and not str(error.name).startswith(("vllm", "torch")):
+                # The package may not be needed on this machine.
+                logger.warning("%s was not looked up: %s", self.target, error)
+            else:
+                yield f"{self.target}: {error} ({self.reason})"
+            return
+        lacking = [f".{name} is missing" for name in self.attributes if not _has(loaded, name)]
+        for keyword in self.keywords:
+            if keyword not in inspect.signature(loaded).parameters:
+                lacking.append(f" takes no {keyword}")
+        yield from (f"{self.target}{problem} ({self.reason})" for problem in lacking)
 
     def is_type_of(self, instance: object) -> bool:
         """Return whether this is the exact class of an object, no base class; imports nothing."""
@@ -109,3 +132,28 @@ class Replacement(Internal):
 
 def _find(module: str, path: Sequence[str]) -> Any:
     return reduce(getattr, filter(None, path), importlib.import_module(module))
+
+
+def _has(owner: object, name: str) -> bool:
+    """Return whether a module, a class or the objects of a class have an attribute.
+
+    An object's attributes are annotated in its class, or set in one of its methods.
+    """
+    if hasattr(owner, name) or not isinstance(owner, type):
+        return hasattr(owner, name)
+    namespaces = [vars(base) for base in owner.__mro__]
+    if any(name in namespace.get("__annotations__", ()) for namespace in namespaces):
+        return True
+    for namespace in namespaces:
+        for value in namespace.values():
+            method = inspect.unwrap(value) if inspect.isfunction(value) else None
+            # Disassembling is slow, so only methods that mention the name are disassembled.
+            if method is None or name not in method.__code__.co_names:
+                continue
+            instructions = dis.get_instructions(method)
+            if any(
+                (instruction.opname, instruction.argval) == ("STORE_ATTR", name)
+                for instruction in instructions
+            ):
+                return True
+    return False

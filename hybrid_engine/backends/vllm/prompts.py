@@ -624,7 +624,7 @@ class ModelTokenizer:
     @contextlib.contextmanager
     def attached_to(self, llm: Any) -> Iterator[None]:
         """Attach this tokenizer, in this context, to a vLLM that was built without one."""
-        tokenizer = internals.CACHED_TOKENIZER.load()(self.loaded)
+        tokenizer = internals.CACHED_TOKENIZER(self.loaded)
         # It stays attached here: grammars keep it, and it has no other use.
         internals.core_of(llm).structured_output_manager.tokenizer = tokenizer
         parts = (llm.llm_engine.renderer, llm.llm_engine.output_processor)

@@ -235,7 +235,7 @@ def refusals_named() -> Iterator[None]:
     """Raise ArgumentError in place of vLLM's errors about an invalid request."""
     try:
         yield
-    except internals.CLIENT_ERROR.load() as error:
+    except internals.CLIENT_ERROR as error:
         raise ArgumentError.of(
             "sampling", f"vLLM refuses it: {error}", "Correct the value", code="refused-by-vllm"
         ) from error

@@ -46,7 +46,7 @@ def arguments_of(model: str, words: Sequence[str]) -> Any:
     """
     from vllm import EngineArgs
 
-    parser = internals.ARGUMENT_PARSER.load()(prog="hybrid-engine certify MODEL --")
+    parser = internals.ARGUMENT_PARSER(prog="hybrid-engine certify MODEL --")
     parser = EngineArgs.add_cli_args(parser)
     command_line = [*_DEFAULTS, *words, "--model", model]
     if not ConfigReads(model).takes_images:  # whose processor needs the tokenizer
@@ -150,7 +150,7 @@ def _packed(modules: NamedModules) -> tuple[TensorDict, list[str]]:
     The product of a packed weight with unit vectors is exactly the weight: each element of it is a
     sum of one weight and zeros.
     """
-    multiply = internals.PACKED_PRODUCT.load()
+    multiply = internals.PACKED_PRODUCT
     packed = {}
     unseen = []
     for name, module in modules.items():

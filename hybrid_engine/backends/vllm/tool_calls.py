@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Completion
-from hybrid_engine.backends.vllm.internals import CHAT_REQUEST
 from hybrid_engine.errors import ArgumentError, Violation, clipped, nearest, require_none, shortened
 
 Tool = Mapping[str, Any] | Callable[..., Any]
@@ -55,8 +55,7 @@ class ToolCallParser:
             )
         schemas = _schemas_of(tools)
         self._class = ToolParserManager.get_tool_parser(name)
-        request = CHAT_REQUEST.load()
-        self._request = request(messages=[], model="", tools=schemas or None)
+        self._request = internals.CHAT_REQUEST(messages=[], model="", tools=schemas or None)
 
     def parse(self, answer: Completion) -> tuple[str, list[ToolCall]]:
         """Return the text beside the calls, and the calls in their order."""

@@ -212,8 +212,8 @@ def _serve(trial: Trial, job: Job) -> None:
         undo.enter_context(_at_position(job, settings, config))
         undo.enter_context(internals.ROTATE.replaced(_on_rows))
         reads = arguments.reads_of(config)
-        with reads.checked(), internals.DEFAULT_DTYPE.load()(config.model_config.dtype), torch.device("cpu"):
-            model = internals.INITIALIZE_MODEL.load()(vllm_config=config, model_config=config.model_config)
+        with reads.checked(), internals.DEFAULT_DTYPE(config.model_config.dtype), torch.device("cpu"):
+            model = internals.INITIALIZE_MODEL(vllm_config=config, model_config=config.model_config)
         undo.callback(_forget_layers, model)
         reads.require_known(model)
         require_positions(model, config.model_config.max_model_len)

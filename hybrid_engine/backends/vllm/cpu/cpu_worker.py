@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.private_names import Function
 
-_CPUWorker: Any = internals.CPU_WORKER.load()
+_CPUWorker: Any = internals.CPU_WORKER
 
 _patches = ExitStack()
 """Keeps vLLM's method replaced for the life of the process."""
@@ -97,7 +97,7 @@ def attach(llm: Any) -> None:
     """Make `llm`, whose worker is an `IsolatedCPUWorker`, return the experts of each token."""
     worker = internals.worker_of(llm)
     worker.route_capture = RouteCapture(worker.model_runner)
-    internals.core_of(llm).scheduler.aux_output_connector = internals.ROUTE_SCHEDULER.load()()
+    internals.core_of(llm).scheduler.aux_output_connector = internals.ROUTE_SCHEDULER()
 
 
 class RouteCapture:
@@ -110,7 +110,7 @@ class RouteCapture:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._drafts: dict[str, list[int]] = {}
-        make = internals.ROUTE_WORKER.load()
+        make = internals.ROUTE_WORKER
         self._connector = make(runner.model, runner.vllm_config, runner.kv_cache_config)
 
     def begin(self, scheduler_output: Any) -> None:
@@ -163,7 +163,7 @@ class IsolatedCPUWorker(_CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM shares rotary embeddings among models, and each keeps the method it was made with.
-        internals.ROPES.load().clear()
+        internals.ROPES.clear()
         with internals.ROTATE.replaced(_on_rows):
             super().load_model(*args, **kwargs)
 

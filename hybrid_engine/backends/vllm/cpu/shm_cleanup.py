@@ -105,7 +105,7 @@ def check_room(settings: InferenceSettings, job: Job) -> None:
 
 def nbytes_needed(settings: InferenceSettings) -> int:
     """Return the bytes in /dev/shm of this rank while vLLM's groups live."""
-    if not hasattr(internals.KERNELS.load(), "init_shm_manager"):
+    if not hasattr(internals.KERNELS, "init_shm_manager"):
         return 0
     num_groups = sum(size > 1 for size in (settings.sizes.tensor, settings.sizes.pipeline))
     num_pages = -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE)

@@ -15,10 +15,10 @@ from hybrid_engine.serving import NAME
 from hybrid_engine.serving.clients import CORE_CALLS, Server
 
 _REQUESTS = {
-    "init_weight_transfer_engine": internals.INIT_REQUEST,
-    "update_weights": internals.UPDATE_REQUEST,
+    "init_weight_transfer_engine": "INIT_REQUEST",
+    "update_weights": "UPDATE_REQUEST",
 }
-"""Call -> vLLM's class of its request."""
+"""Call -> name in `internals` of vLLM's class of its request."""
 
 _NOT_SAMPLING = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
 """Keys of a request body that are not sampling parameters."""
@@ -55,7 +55,7 @@ class AsyncServer(Server):
         }
         sampling = SamplingParams(
             **values,
-            output_kind=internals.OUTPUT_KIND.load().FINAL_ONLY,
+            output_kind=internals.OUTPUT_KIND.FINAL_ONLY,
             detokenize=bool(values.get("stop")),
             extra_args=body.get("vllm_xargs"),
         )
@@ -79,7 +79,7 @@ class AsyncServer(Server):
             answer, *_ = self._call("collective_rpc", method=f"hybrid_engine_{name}", args=args)
             return answer
         if (request := _REQUESTS.get(name)) is not None:
-            fields = {"request": request.load()(**fields)}
+            fields = {"request": getattr(internals, request)(**fields)}
         method = getattr(self.engine, f"{name}_generation" if name in ("pause", "resume") else name)
         return self._wait_for(method(**fields), name, self._timeout if has_timeout else None)
 
@@ -140,4 +140,4 @@ async def _engine(arguments: Mapping[str, Any]) -> Any:
 
     transfer = {"load_format": NAME, "weight_transfer_config": {"backend": NAME}}
     engine_args = AsyncEngineArgs(**transfer, **arguments)
-    return internals.ASYNC_LLM.load().from_engine_args(engine_args)
+    return internals.ASYNC_LLM.from_engine_args(engine_args)

@@ -90,7 +90,7 @@ def _trace(model: torch.nn.Module, config: Any) -> TracedModel:
     has_lora = vllm_config.lora_config is not None
     without_lora = "start the server without --enable-lora" if has_lora else ""
     # The rank is provisional: each job assigns another one, see `VllmAdaptor.take_place`.
-    rank = internals.WORLD_GROUP.load()().rank
+    rank = internals.WORLD_GROUP().rank
     return trace_new(model, config, table.shapes, dtypes, rank, without_lora)
 
 
@@ -112,7 +112,7 @@ def _require_filled_drafter(vllm_config: Any, table: ModelTable) -> None:
 @contextlib.contextmanager
 def _inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
     """Yield a barrier, with a group of all workers if vLLM's processing is collective in any."""
-    workers = internals.WORLD_GROUP.load()()
+    workers = internals.WORLD_GROUP()
     # All workers must use the same barrier, even if only some of them communicated.
     is_any = torch.tensor([is_collective], dtype=torch.int64)
     if workers.world_size > 1:

@@ -50,7 +50,7 @@ _TRAINERS_OWN_MEMORY = (
 
 def close_gate(load_format: str) -> None:
     """Make engine cores of this process that use `load_format` start paused, without weights."""
-    core = internals.ENGINE_CORE.load()
+    core = internals.ENGINE_CORE
     wrappers: dict[str, Function] = {
         # The constructor calls this when workers exist and the scheduler does not.
         "_initialize_kv_caches": _begin,
@@ -98,7 +98,7 @@ def _begin(initialize: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any
 
 def _paused(scheduler_class: Function, *args: Any, **kwargs: Any) -> Any:
     scheduler = scheduler_class(*args, **kwargs)
-    scheduler.set_pause_state(internals.PAUSED.load())
+    scheduler.set_pause_state(internals.PAUSED)
     return scheduler
 
 
@@ -203,7 +203,7 @@ def _refusal(core: Any, request: Any, version: str | None) -> str:
 
 def _abort(core: Any, refused: Sequence[tuple[Any, str]]) -> None:
     """Abort requests, and send their clients the reason."""
-    kinds = internals.ENGINE_MESSAGES.load()
+    kinds = internals.ENGINE_MESSAGES
     for request, reason in refused:
         core.abort_requests([request.request_id])
         if not hasattr(core, "output_queue"):

@@ -70,7 +70,7 @@ def _alone(core: Any) -> Iterator[None]:
     present = [name for name in _QUEUES if hasattr(scheduler, name)]
     empty = {name: type(getattr(scheduler, name))() for name in present}
     with attributes_set([scheduler], **empty):
-        scheduler.set_pause_state(internals.UNPAUSED.load())
+        scheduler.set_pause_state(internals.UNPAUSED)
         try:
             yield
         finally:
@@ -80,7 +80,7 @@ def _alone(core: Any) -> Iterator[None]:
 def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
     from vllm import SamplingParams
 
-    kinds = internals.ENGINE_MESSAGES.load()
+    kinds = internals.ENGINE_MESSAGES
     scheduler = core.scheduler
     names = [f"hybrid-engine-probe-{number}" for number in range(len(rows))]
     for name, row in zip(names, rows, strict=True):

@@ -33,7 +33,7 @@ from hybrid_engine.serving.receiver import WeightReceiver
 
 logger = logging.getLogger("hybrid_engine")
 
-_TransferEngine: Any = internals.TRANSFER_ENGINE.load()
+_TransferEngine: Any = internals.TRANSFER_ENGINE
 
 
 class HybridEngineReceiver(_TransferEngine):
@@ -47,8 +47,8 @@ class HybridEngineReceiver(_TransferEngine):
         capture: capture of experts for a comparison, and, after it, `routes`.
     """
 
-    init_info_cls = internals.INIT_INFO.load()
-    update_info_cls = internals.UPDATE_INFO.load()
+    init_info_cls = internals.INIT_INFO
+    update_info_cls = internals.UPDATE_INFO
     supports_draft_weight_update = False  # an update fills model and drafter together
 
     def __init__(self, config: Any, *of_worker: Any) -> None:

@@ -51,7 +51,7 @@ def capturing(trace: Trace, inspecting: Inspecting, keep: Keep) -> Iterator[None
         yield
     finally:
         # vLLM has no function that removes a load format.
-        del internals.LOADERS.load()[LOAD_FORMAT]
+        del internals.LOADERS[LOAD_FORMAT]
 
 
 def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
@@ -59,7 +59,7 @@ def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
 
-    default_dtype = internals.DEFAULT_DTYPE.load()
+    default_dtype = internals.DEFAULT_DTYPE
 
     class CapturingLoader(BaseModelLoader):
         """A loader that reads no file: the weights arrive with the first reshard."""

@@ -44,7 +44,7 @@ _FOREIGN = (
 def post_load_method(module: torch.nn.Module) -> Any | None:
     """Return the object whose `process_weights_after_loading` vLLM calls; None without one."""
     method = getattr(module, "quant_method", None)
-    return method if isinstance(method, internals.QUANTIZE_METHOD.load()) else None
+    return method if isinstance(method, internals.QUANTIZE_METHOD) else None
 
 
 def is_processed(module: torch.nn.Module) -> bool:
@@ -63,7 +63,7 @@ def described(module: torch.nn.Module) -> tuple[str, str]:
     # A method keeps the kernels that it chose as members of enums.
     kernels = [value.name for value in vars(method).values() if isinstance(value, enum.Enum)]
     kind = ", ".join([type(method).__name__, *kernels])
-    if isinstance(method, internals.EXPERTS_METHOD.load()):
+    if isinstance(method, internals.EXPERTS_METHOD):
         remedy = (
             "Set generate_config.vllm.moe_backend to another; "
             "triton computes with the loader's own layout"
@@ -123,7 +123,7 @@ def modules_processed(modules: NamedModules, name: str) -> tuple[str, ...]:
 
 
 def _is_deferred_attention(module: torch.nn.Module) -> bool:
-    attention = internals.ATTENTION_LAYERS.load()
+    attention = internals.ATTENTION_LAYERS
     is_deferred = getattr(attention, "is_deferred_attention_layer", None)
     if is_deferred is not None:
         return bool(is_deferred(module))
@@ -164,8 +164,8 @@ def _may_be_quantised(module: torch.nn.Module) -> bool:
     # Methods leave embeddings and the output layer out by design; attention has a cache, no
     # weights.
     method = post_load_method(module)
-    is_of_cache = isinstance(method, internals.CACHE_METHOD.load())
-    is_embedding = isinstance(module, internals.VOCABULARY_EMBEDDING.load())
+    is_of_cache = isinstance(method, internals.CACHE_METHOD)
+    is_embedding = isinstance(module, internals.VOCABULARY_EMBEDDING)
     return method is not None and not is_of_cache and not is_embedding
 
 

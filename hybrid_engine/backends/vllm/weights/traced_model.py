@@ -289,11 +289,11 @@ def _materialize(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
-            info = internals.LAYERWISE_INFO.load()(module)
-            internals.MATERIALIZE_LAYER.load()(module, info)
+            info = internals.LAYERWISE_INFO(module)
+            internals.MATERIALIZE_LAYER(module, info)
             parameter: Any  # vLLM looks for the loader as an attribute of the parameter
             for parameter in module.parameters(recurse=False):
-                parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)
+                parameter.weight_loader = internals.ORIGINAL_LOADER(parameter)
             info.reset()
 
 
@@ -302,7 +302,7 @@ def _scales_of_caches(model: torch.nn.Module) -> frozenset[int]:
 
     A checkpoint may lack them: vLLM then uses defaults, which it derives from their initial values.
     """
-    method = internals.CACHE_METHOD.load()
+    method = internals.CACHE_METHOD
     return frozenset(
         storage_key(parameter)
         for module in model.modules()
@@ -337,7 +337,7 @@ def _vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ..
 
     The storage is row-major.
     """
-    embedding = internals.VOCABULARY_EMBEDDING.load()
+    embedding = internals.VOCABULARY_EMBEDDING
     padding = {}
     for module_name, module in model.named_modules():
         if not isinstance(module, embedding):

@@ -462,7 +462,7 @@ class WeightStorage:
         return self._wrap(torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _wrap(self, data: torch.Tensor) -> torch.Tensor:
-        make_subclass = internals.MAKE_SUBCLASS.load()
+        make_subclass = internals.MAKE_SUBCLASS
         tensor: torch.Tensor = make_subclass(self.kind, data, False)
         tensor.__dict__.update(self.attributes)
         return tensor

@@ -173,14 +173,14 @@ class SleepMode(WeightMemory):
             self._nbytes_awake = super().nbytes(live)
             self._weights = SleepingSegments.of(live.values())
             if self._suspends_communicators:
-                internals.SUSPEND_COMMUNICATORS.load()()
+                internals.SUSPEND_COMMUNICATORS()
         self._weights.sleep()
 
     def restore(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._is_asleep:
             self._is_asleep = False
             if self._suspends_communicators:
-                internals.RESUME_COMMUNICATORS.load()()
+                internals.RESUME_COMMUNICATORS()
         self._weights.wake(tensors)
 
     def complete(self) -> None:
@@ -191,7 +191,7 @@ class SleepMode(WeightMemory):
             return
         self._pause()
         self.is_kv_cache_asleep = True
-        allocator = internals.MEM_ALLOCATOR.load()()
+        allocator = internals.MEM_ALLOCATOR()
         segments = allocator.pointer_to_data.values()
         self._caches = SleepingSegments(data for data in segments if data.tag == "kv_cache")
         self._caches.sleep()
@@ -215,7 +215,7 @@ class SleepMode(WeightMemory):
         except BaseException:
             self._caches.sleep()
             raise
-        allocator = internals.MEM_ALLOCATOR.load()()
+        allocator = internals.MEM_ALLOCATOR()
         if any(data.tag == "cudagraph" for data in allocator.pointer_to_data.values()):
             allocator.wake_up([])
         self._resume()
@@ -324,7 +324,7 @@ def move_module_tensors_out(names: Iterable[str]) -> None:
     While vLLM loads weights every new device tensor comes from that memory, also those of modules
     it imports, such as the table of FP4 values of compressed_tensors.
     """
-    allocator = internals.CUMEM_ALLOCATOR.load().instance
+    allocator = internals.CUMEM_ALLOCATOR.instance
     if allocator is None:
         return
     segments = [
@@ -345,7 +345,7 @@ def prepare_allocator() -> None:
 
     Raises StateError if memory of an earlier engine is in use.
     """
-    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
+    allocator = internals.CUMEM_ALLOCATOR.get_instance()
     for _ in range(_MAX_COLLECTIONS):
         gc.collect()
         torch.cuda.empty_cache()
@@ -425,7 +425,7 @@ def _with_some_memory(handle: Handle) -> Handle:
 
 def _clear_error() -> None:
     """Clear the error of a failed call, which blocks vLLM's allocator."""
-    extension = ctypes.CDLL(internals.CUMEM_LIBRARY.load())
+    extension = ctypes.CDLL(internals.CUMEM_LIBRARY)
     ctypes.c_int.in_dll(extension, "error_code").value = 0
 
 
@@ -436,7 +436,7 @@ _shared: dict[int, SharedSegment] = {}
 @contextlib.contextmanager
 def shared_segments() -> Iterator[None]:
     """Make vLLM's allocator, in this context, note what it would do to memory that is shared."""
-    allocator = internals.CUMEM_ALLOCATOR.load().get_instance()
+    allocator = internals.CUMEM_ALLOCATOR.get_instance()
 
     def waking(create_and_map: OnMemory) -> OnMemory:
         def wake(handle: Handle) -> None:
@@ -487,7 +487,7 @@ class SleepingSegments:
 
         A segment of which torch has allocated more holds something else: a buffer, an adapter.
         """
-        allocator = internals.MEM_ALLOCATOR.load()()
+        allocator = internals.MEM_ALLOCATOR()
         requested = {
             segment["address"]: segment["requested_size"]
             for pool, _ in allocator.allocator_and_pools.get("weights", [])

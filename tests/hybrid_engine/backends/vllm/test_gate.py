@@ -169,7 +169,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     from hybrid_engine.backends.vllm.server import receiver
 
     monkeypatch.setattr(receiver, "HybridEngineReceiver", Engine)
-    monkeypatch.setattr(internals, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
+    monkeypatch.setitem(internals.NAMES, "ENGINE_CORE", SimpleNamespace(load=lambda: kind))
     close_gate(OURS)
     return kind(
         SimpleNamespace(

@@ -99,15 +99,16 @@ def test_the_installed_versions_have_all_private_names(monkeypatch: pytest.Monke
 @tested
 def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
-    monkeypatch.setattr(internals, "HAS_AMX", Internal("torch.utils._pytree:tree_twigs", "is two"))
-    monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
+    monkeypatch.setitem(internals.NAMES, "HAS_AMX", Internal("torch.utils._pytree:tree_twigs", "is two"))
+    lora_model = internals.NAMES["LORA_MODEL"]
+    monkeypatch.setitem(internals.NAMES, "LORA_MODEL", replace(lora_model, keywords=("colour",)))
     monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
     with refused(DependencyError, "names-are-missing", "lack 5") as error:
         internals.require_names("cpu")
     _, *lines, _ = str(error.value).splitlines()
     assert [line.rpartition(" (")[2] for line in lines] == [
         "is two)",
-        f"{internals.LORA_MODEL.reason})",
+        f"{lora_model.reason})",
         "is one)",
         *["are three)"] * 2,
     ]

@@ -97,7 +97,7 @@ def test_addresses_are_registered_in_the_order_of_the_group() -> None:
     dist.init_process_group("gloo")
     group = dist.new_group(ORDER, backend="gloo", sort_ranks=False)  # group order is not rank order
     rank = dist.get_rank()
-    ops = internals.CUSTOM_OPS.load()
+    ops = internals.CUSTOM_OPS
     ops.get_graph_buffer_ipc_meta = lambda pointer: ([10 * rank], [10 * rank + 1, rank])
     with (
         mock.patch.object(ops, "register_graph_buffers") as registered,

@@ -80,7 +80,7 @@ def _settings_of(case: Case, directory: Path) -> InferenceSettings:
 
 def _state() -> Values:
     """Return the state of the process and the state that vLLM keeps in its modules."""
-    parallel_state = internals.PARALLEL_STATE.load()
+    parallel_state = internals.PARALLEL_STATE
     kind = parallel_state.GroupCoordinator
     from vllm.config import get_current_vllm_config_or_none
     from vllm.plugins import load_general_plugins
@@ -91,9 +91,9 @@ def _state() -> Values:
         "vLLM's count of hosts": parallel_state._NODE_COUNT,
         "vLLM's names of groups": dict(parallel_state._groups),
         "vLLM's configuration": get_current_vllm_config_or_none(),
-        "vLLM's missing layers": dict(internals.MISSING_LAYERS.load()),
-        "vLLM's rotary embeddings": dict(internals.ROPES.load()),
-        "vLLM's loaders": dict(internals.LOADERS.load()),
+        "vLLM's missing layers": dict(internals.MISSING_LAYERS),
+        "vLLM's rotary embeddings": dict(internals.ROPES),
+        "vLLM's loaders": dict(internals.LOADERS),
         "torch's groups": len(dist.distributed_c10d._world.pg_map),
         "the environment": dict(os.environ),
         "random numbers": (random.getstate(), torch.get_rng_state()),
