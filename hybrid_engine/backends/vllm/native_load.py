@@ -7,9 +7,8 @@ expected = native_parameters(engine, checkpoint_dir)
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import engine_config
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.isolation import forget_models, register_model_class
+from hybrid_engine.backends.vllm.weights.loader import configured
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
 from hybrid_engine.ranks.torch_internals import TensorDict
 
@@ -72,7 +72,7 @@ def _loaded(
         for parameter in model.parameters():
             parameter.zero_()
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with _building(config):
+    with configured(config, config.model_config.dtype):
         DefaultModelLoader(config.load_config).load_weights(model, model_config)
     loaded = {name: parameter.data for name, parameter in model.named_parameters()}
     of_parameters = {storage_key(parameter) for parameter in model.parameters()}
@@ -106,16 +106,7 @@ def second_model(
 def _constructed(config: Any, model_config: Any) -> torch.nn.Module:
     """Return a model of this rank: the main one, or the drafter."""
     initialize_model = internals.INITIALIZE_MODEL
-    with _building(config), torch.device(config.device_config.device):
+    with configured(config, config.model_config.dtype), torch.device(config.device_config.device):
         model = initialize_model(vllm_config=config, model_config=model_config)
     forget_models()
     return model
-
-
-@contextlib.contextmanager
-def _building(config: Any) -> Iterator[None]:
-    from vllm.config import set_current_vllm_config
-
-    default_dtype = internals.DEFAULT_DTYPE
-    with default_dtype(config.model_config.dtype), set_current_vllm_config(config):
-        yield

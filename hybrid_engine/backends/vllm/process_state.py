@@ -60,11 +60,11 @@ class ProcessSettings:
         rest.
         """
         present = present or ProcessSettings.now()
-        changed = set()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value != getattr(present, field.name):
-                changed.add(field.name)
+        changed = {
+            field.name
+            for field in fields(self)
+            if getattr(self, field.name) not in (None, getattr(present, field.name))
+        }
         if "matmul_precision" in changed:
             torch.set_float32_matmul_precision(self.matmul_precision)
         if "num_threads" in changed and self.num_threads is not None:
@@ -75,9 +75,7 @@ class ProcessSettings:
             # Only differences are written: each assignment calls setenv.
             for name in present.environment.keys() - self.environment.keys():
                 del os.environ[name]
-            for name, value in self.environment.items():
-                if present.environment.get(name) != value:
-                    os.environ[name] = value
+            os.environ.update(dict(self.environment.items() - present.environment.items()))
         # Last, because it raises after an error of the device.
         if "stream" in changed and self.stream is not None:
             torch.cuda.set_stream(self.stream)

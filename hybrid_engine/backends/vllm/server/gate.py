@@ -34,6 +34,7 @@ from typing import Any
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.private_names import Function
 from hybrid_engine.errors import HybridEngineError, StateError, clipped, first_of
+from hybrid_engine.serving.invitation import JOB, NO_VERSION, VERSION
 
 _BRING_WEIGHTS = frozenset(
     {
@@ -81,7 +82,6 @@ def _wrapped(original: Function, wrapper: Function, load_format: str) -> Functio
 
 def _begin(initialize: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any:
     from hybrid_engine.backends.vllm.server import receiver
-    from hybrid_engine.serving.invitation import NO_VERSION
 
     caches = initialize(vllm_config)
     core._weight_version = NO_VERSION
@@ -179,8 +179,6 @@ def _refusal(core: Any, request: Any, version: str | None) -> str:
 
     `version`: version of the weights that tokens are drawn with; None while the server is paused.
     """
-    from hybrid_engine.serving.invitation import JOB, VERSION
-
     wanted = getattr(request.sampling_params, "extra_args", None) or {}
     if JOB not in wanted and VERSION not in wanted:
         return ""
@@ -232,8 +230,6 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 
 def _label(label: Callable[[str], None], core: Any, version: str) -> None:
     """Set the version in the server's answers, if tokens are drawn with that version's weights."""
-    from hybrid_engine.serving.invitation import NO_VERSION
-
     if version == NO_VERSION:
         _require_rest(core)
     else:

@@ -12,6 +12,7 @@ a class under a different name (vllm_plugin.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,12 +55,18 @@ def capturing(trace: Trace, inspecting: Inspecting, keep: Keep) -> Iterator[None
         del internals.LOADERS[LOAD_FORMAT]
 
 
+@contextlib.contextmanager
+def configured(vllm_config: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Make a configuration vLLM's current one in this context, and a dtype torch's default."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config), internals.DEFAULT_DTYPE(dtype):
+        yield
+
+
 def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
     """Return a vLLM loader class that traces and inspects; see `capturing`."""
-    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
-
-    default_dtype = internals.DEFAULT_DTYPE
 
     class CapturingLoader(BaseModelLoader):
         """A loader that reads no file: the weights arrive with the first reshard."""
@@ -81,11 +88,7 @@ def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
             with self._watching:
                 model = super().load_model(vllm_config, model_config, prefix)
 
-            @contextlib.contextmanager
-            def context() -> Iterator[None]:
-                with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
-                    yield
-
+            context = functools.partial(configured, vllm_config, model_config.dtype)
             traced = self._traced
             device = next(iter(traced.storages.values())).device
             keeps_addresses = device.type != "cpu"
