@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_engine.backends.vllm.engine_settings import Completion, TokenIds
+from hybrid_engine.backends.vllm.engine_settings import Completion, TokenIds, TokenLists
 from hybrid_engine.backends.vllm.images import ImagePrompt, image_faults
 from hybrid_engine.backends.vllm.prompts import (
     ChatArguments,
@@ -145,7 +145,7 @@ class CompletingEngine(ABC):
         data: Data = "global",
         chat: ChatArguments | None = None,
         lora: str | None = None,
-    ) -> tuple[list[list[int]], list[Any]]:
+    ) -> tuple[TokenLists, list[Any]]:
         """Return token ids and sampling of each prompt, with the seed of its random stream.
 
         Collective. Arguments and errors are those of `generate_over_replicas`.

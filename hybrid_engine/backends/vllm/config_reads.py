@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +30,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.compute_check.config_reads import OF_ALL_FAMILIES, ReadRecorder, Reads
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.files.documents import read_json
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.models.config_json import ROTARY_KEYS
 from hybrid_engine.models.derived import takes_images
 from hybrid_engine.models.families import TABLES
@@ -47,9 +48,7 @@ class ConfigReads:
         quantization_config: that of the weights that arrive; None: they are unquantised.
     """
 
-    def __init__(
-        self, model_dir: str, quantization_config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model_dir: str, quantization_config: HfConfig | None = None) -> None:
         self._path = Path(model_dir, "config.json")
         self._config = read_json(self._path, "model", "Name a Hugging Face model directory")
         architectures = self._config.get("architectures") or ()

@@ -20,11 +20,14 @@ from hybrid_engine.errors import (
     require_none,
     shortened,
 )
+from hybrid_engine.files.model_files import HfConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
 TokenIds = Sequence[Sequence[int]]
 """Token ids of each sequence."""
+
+TokenLists = list[list[int]]
 
 OwnDtypes = Mapping[str, str] | None
 """Canonical name -> dtype, if it differs from that of the weights (`ModelTable.dtypes`)."""
@@ -62,7 +65,7 @@ class InferenceSettings:
     max_lora_rank: int = 16
     lora_target_modules: tuple[str, ...] = LINEAR_MODULES
     tokenizer_dir: str | None = None
-    quantization_config: Mapping[str, Any] | None = None
+    quantization_config: HfConfig | None = None
 
     def __post_init__(self) -> None:
         # The order of ranks is meaningful only if the sizes divide the world.

@@ -11,7 +11,7 @@ built. Names that vLLM exports (in an `__all__`) are imported where they are nee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -279,6 +279,9 @@ GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadc
 
 # -- attributes that are read by name --------------------------------------------------------------
 
+Attributes = dict[str, dict[str, tuple[str, ...]]]
+"""Purpose -> owner, a class or a module -> attributes."""
+
 DECORATE_DECODER = "_decorate_cls_for_torch_compile"
 """Method of models made of transformers' modules; it makes their decoder's class compile."""
 
@@ -287,7 +290,7 @@ _OF_SERVERS = "hold a server's requests, and bring weights to its workers"
 _OF_ROUTES = "capture the experts of each token"
 _OF_LORAS = "hold the LoRAs of a worker, and list the modules that can have one"
 
-READ: dict[str, dict[str, tuple[str, ...]]] = {
+READ: Attributes = {
     "lead from an LLM to its core, its worker and the worker's model runner": {
         "vllm:LLM": ("llm_engine",),
         f"{_V1}.engine.llm_engine:LLMEngine": ("engine_core", "model_config"),
@@ -448,7 +451,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Purpose -> owner, a class or a module -> attributes; some exist only in instances."""
 
-ASKED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
+ASKED_FOR: Attributes = {
     "would end the caller's default process group at collection": {
         f"{_V1}.engine.core_client:InprocClient": ("_finalizer",),
     },
@@ -631,7 +634,7 @@ def missing_for_servers() -> list[str]:
     return [problem for record in records for problem in record.problems()]
 
 
-def _attributes(read: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Internal]:
+def _attributes(read: Attributes) -> list[Internal]:
     return [
         Internal(owner, purpose, attributes=names)
         for purpose, owners in read.items()

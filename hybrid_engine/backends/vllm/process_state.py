@@ -95,12 +95,16 @@ def process_settings_kept(inside: ProcessSettings | None = None) -> Iterator[Non
         before.enter()
 
 
-def get_state() -> tuple[Any, ...]:
+RandomState = tuple[Any, ...]
+"""States of the generators of Python, NumPy and torch, on CPU and GPU."""
+
+
+def get_state() -> RandomState:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def set_state(state: tuple[Any, ...]) -> None:
+def set_state(state: RandomState) -> None:
     python, numpy, cpu, cuda = state
     random.setstate(python)
     np.random.set_state(numpy)
@@ -109,7 +113,7 @@ def set_state(state: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
-def seeded_state(seed: int) -> tuple[Any, ...]:
+def seeded_state(seed: int) -> RandomState:
     """Seed every generator and return their state."""
     random.seed(seed)
     # numpy takes 32 bits.

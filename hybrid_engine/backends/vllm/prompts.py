@@ -26,6 +26,7 @@ from hybrid_engine.backends.vllm.engine_settings import (
     Completion,
     Sampling,
     TokenIds,
+    TokenLists,
 )
 from hybrid_engine.backends.vllm.images import ImagePrompt, has_images, image_prompt, images_of
 from hybrid_engine.backends.vllm.tool_calls import Tool, schema_of
@@ -103,7 +104,7 @@ def token_ids_of(
     tokenizer: ModelTokenizer,
     attention_mask: torch.Tensor | None = None,
     chat: ChatArguments | None = None,
-) -> list[list[int]]:
+) -> TokenLists:
     """Return the token ids of each prompt, without padding.
 
     Args:
@@ -219,7 +220,7 @@ def _require_list(prompts: object, remedy: str) -> None:
         raise ArgumentError.of("prompts", f"got {shortened(prompts)}", remedy, code="not-a-list")
 
 
-def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> TokenLists:
     has_mask = isinstance(mask, torch.Tensor) and mask.shape == prompts.shape
     if prompts.dim() != 2 or not _is_integer(prompts.dtype) or not (mask is None or has_mask):
         masked = "" if mask is None else f" with a mask of shape {tuple(np.shape(mask))}"
@@ -230,7 +231,7 @@ def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]
             code="wrong-shape",
         )
     if mask is None:
-        rows: list[list[int]] = prompts.tolist()
+        rows: TokenLists = prompts.tolist()
         return rows
     # Padding may be on either side, so rows are indexed, not sliced.
     keep = mask.to(prompts.device).bool()
@@ -441,9 +442,9 @@ def _invalid_variables(
 
 def _encode_chats(
     chats: Sequence[Chat], tokenizer: ModelTokenizer, rendering: Rendering
-) -> list[list[int]]:
+) -> TokenLists:
     violations = []
-    encoded: list[list[int]] = []
+    encoded: TokenLists = []
     for index, chat in enumerate(chats):
         try:
             if has_images(chat):
@@ -502,7 +503,7 @@ class ModelTokenizer:
         *,
         add_special_tokens: bool = True,
         most_tokens: int | None = None,
-    ) -> list[list[int]]:
+    ) -> TokenLists:
         """Return the token ids of each text, by default with the tokenizer's special tokens.
 
         Half a surrogate pair, which has no UTF-8, becomes "?".
@@ -514,7 +515,7 @@ class ModelTokenizer:
         most = None if most_tokens is None else most_tokens * self._longest_token
         readable = [text[:most].encode(errors="replace").decode() for text in texts]
         encoding = self.loaded(readable, add_special_tokens=add_special_tokens)
-        token_ids: list[list[int]] = encoding["input_ids"]
+        token_ids: TokenLists = encoding["input_ids"]
         return token_ids
 
     @cached_property

@@ -20,6 +20,9 @@ _REQUESTS = {
 }
 """Call -> name in `internals` of vLLM's class of its request."""
 
+Body = Mapping[str, Any]
+"""Content of a request, an answer or a choice, as in JSON."""
+
 _NOT_SAMPLING = ("prompt", "return_token_ids", "return_tokens_as_token_ids", "vllm_xargs")
 """Keys of a request body that are not sampling parameters."""
 
@@ -40,11 +43,11 @@ class AsyncServer(Server):
         self._timeout = timeout_seconds
         self._request_ids = map("hybrid-engine-{}".format, itertools.count())
 
-    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        response: Mapping[str, Any] = self._wait_for(self._complete(body), "complete", None)
+    def complete(self, body: Body) -> Body:
+        response: Body = self._wait_for(self._complete(body), "complete", None)
         return response
 
-    async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _complete(self, body: Body) -> Body:
         from vllm import SamplingParams
 
         # vLLM expects lists, as JSON has no tuples.
@@ -119,7 +122,7 @@ class VllmActor(AsyncServer):
         self.engine.shutdown()
 
 
-def _choice(output: Any) -> dict[str, Any]:
+def _choice(output: Any) -> Body:
     """Return a choice in the format of the HTTP route."""
     logprobs = None
     if output.logprobs is not None:

@@ -23,6 +23,7 @@ from hybrid_engine.backends.vllm.weights.groups import (
     GroupEvent,
     GroupState,
     GroupStates,
+    Names,
 )
 from hybrid_engine.backends.vllm.weights.processed_model import Observer, ProcessedModel
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
@@ -309,7 +310,7 @@ class VllmAdaptor:
             self._observers.remove(observer)
 
     @property
-    def written_buffers(self) -> tuple[str, ...]:
+    def written_buffers(self) -> Names:
         """Names of the buffers, as opposed to parameters, that the model's loader writes."""
         bindings = (storage.bindings[0] for storage in self._traced.storages.values())
         return tuple(binding.name for binding in bindings if not binding.is_parameter)

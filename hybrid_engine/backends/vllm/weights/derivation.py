@@ -33,7 +33,7 @@ from itertools import starmap
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.groups import CommitGroup
+from hybrid_engine.backends.vllm.weights.groups import CommitGroup, Names
 from hybrid_engine.backends.vllm.weights.postload import (
     ModuleTensors,
     Table,
@@ -177,9 +177,9 @@ class Derivation:
         numbers: path -> number in the same modules; captured graphs contain its value.
     """
 
-    methods: tuple[str, ...]
-    attention: tuple[str, ...]
-    reached: tuple[str, ...]
+    methods: Names
+    attention: Names
+    reached: Names
     changes: tuple[Change, ...]
     known: frozenset[int]
     results: Tensors

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_engine.backends.vllm.weights.derivation import MISSING, Change, TableCopy
+from hybrid_engine.backends.vllm.weights.groups import Names
 from hybrid_engine.backends.vllm.weights.postload import (
     ModuleTensors,
     Table,
@@ -116,7 +117,7 @@ class _ForwardChanges:
 
     module: torch.nn.Module
     computed: Mapping[str, Change]
-    written: tuple[str, ...]
+    written: Names
     changes: tuple[Change, ...]
 
     def undo(self) -> None:

@@ -25,6 +25,9 @@ from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.tracing import Trace, WeightStorage
 from hybrid_engine.errors import StateError, first_of
 
+Names = tuple[str, ...]
+"""Names in the order of the model."""
+
 STAGED = "staged:"
 """Prefix of buffers that hold a whole canonical tensor for the model's own loader."""
 
@@ -40,13 +43,13 @@ class CommitGroup:
         attention: attention layers that process weights after the methods.
     """
 
-    storages: tuple[str, ...]
-    staged: tuple[str, ...]
-    methods: tuple[str, ...]
-    attention: tuple[str, ...]
+    storages: Names
+    staged: Names
+    methods: Names
+    attention: Names
 
     @property
-    def buffers(self) -> tuple[str, ...]:
+    def buffers(self) -> Names:
         """Names of the flat buffers to fill."""
         return (*self.storages, *(STAGED + name for name in self.staged))
 
@@ -67,9 +70,9 @@ def find_groups(
     # The loader writes a staged tensor into all its modules in one call.
     staged_in = _join_staged(sets, storages, trace)
 
-    def by_group(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    def by_group(pairs: Iterable[tuple[str, str]]) -> dict[str, Names]:
         """Collect the names of (module, name) pairs by the module's group."""
-        names: dict[str, tuple[str, ...]] = {}
+        names: dict[str, Names] = {}
         for module, name in pairs:
             group = sets.first(module)
             names[group] = (*names.get(group, ()), name)

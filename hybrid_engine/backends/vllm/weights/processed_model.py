@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.weights.derivation import (
     same_bytes,
 )
 from hybrid_engine.backends.vllm.weights.forward_state import ForwardState
-from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup
+from hybrid_engine.backends.vllm.weights.groups import STAGED, CommitGroup, Names
 from hybrid_engine.backends.vllm.weights.postload import display, module_tensors
 from hybrid_engine.backends.vllm.weights.processing_barrier import ProcessingBarrier
 from hybrid_engine.backends.vllm.weights.traced_model import Context, TracedModel
@@ -367,7 +367,7 @@ def _derivation(
         if name not in live
         for binding in traced.storages[name].bindings
     }
-    derived_by: dict[str, tuple[str, ...]] = {}  # processed module -> modules it may change
+    derived_by: dict[str, Names] = {}  # processed module -> modules it may change
     for name in (*group.methods, *group.attention):
         reached = postload.modules_processed(modules, name)
         contents = module_tensors(modules, reached)
