@@ -120,6 +120,7 @@ class InferenceEngine(CompletingEngine):
 
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
+        place: this rank's shard, stage and replica.
         trained_lora: name of the LoRA that switches deliver with the weights; None without one.
     """
 
@@ -161,7 +162,7 @@ class InferenceEngine(CompletingEngine):
                         with_lora=settings.max_loras > 0,
                         with_routes=settings.generate.router_replay,
                     )
-                self._place = settings.sizes.place_of(job.rank)
+                self.place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
             sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self._device_type == "cpu":
@@ -193,7 +194,7 @@ class InferenceEngine(CompletingEngine):
                 self.placeholders = placeholder_tokens(hf_config.to_dict()).values()
                 layers = config.compilation_config.static_forward_context
                 self.no_images = image_refusal(layers.values())
-                seed = text_digest(str(settings.generate.seed), str(self.dp_rank))
+                seed = text_digest(str(settings.generate.seed), str(self.place.dp_rank))
                 self._generator_state = process_state.seeded_state(seed)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = None
@@ -353,21 +354,6 @@ class InferenceEngine(CompletingEngine):
     def adaptor(self) -> VllmAdaptor:
         assert self._adaptor is not None
         return self._adaptor
-
-    @property
-    def tp_rank(self) -> int:
-        """Tensor-parallel rank: the shard that this rank holds."""
-        return self._place.tp_rank
-
-    @property
-    def pp_rank(self) -> int:
-        """Pipeline rank: the stage that this rank holds."""
-        return self._place.pp_rank
-
-    @property
-    def dp_rank(self) -> int:
-        """Data-parallel rank: this rank's replica among all replicas."""
-        return self._place.dp_rank
 
     @property
     def llm(self) -> Any:

@@ -41,7 +41,7 @@ def test_replicas_are_independent(tmp_path: Path) -> None:
     path = support.write_config(tmp_path / "llama", config)
     _refuse_builds(path, tmp_path)
     engine = build(path, config, sizes=sizes())
-    assert (engine.dp_rank, engine.pp_rank, engine.tp_rank) == (rank, 0, 0)
+    assert (engine.place.dp_rank, engine.place.pp_rank, engine.place.tp_rank) == (rank, 0, 0)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     num_prompts = 1 + 2 * rank  # unequal numbers; below, one replica has no prompts
     assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
@@ -82,8 +82,8 @@ def _fail_on_one(engine: InferenceEngine) -> None:
     restart(engine, 5)
     expected = sample()
     restart(engine, 5)
-    with failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.dp_rank == 1 else 1000):
-        assert error_of(sample) == ("GenerationError" if engine.dp_rank == 1 else "RemoteError")
+    with failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.place.dp_rank == 1 else 1000):
+        assert error_of(sample) == ("GenerationError" if engine.place.dp_rank == 1 else "RemoteError")
     assert sample() == expected
 
 

@@ -87,7 +87,7 @@ def check_switches(base: Path, num_tp: int) -> None:
     assert [key for key, _ in violations_of(caught.value)] == ["prompts[0]", "prompts[1]", "prompts[2]"]
 
     adaptor = engine.adaptor
-    assert engine.tp_rank == num_tp - 1 - job().rank
+    assert engine.place.tp_rank == num_tp - 1 - job().rank
     assert adaptor.resident_nbytes() == adaptor.nbytes > 0
     assert not adaptor._processed.barrier.is_collective, "vLLM's processing on CPU must not communicate"
     engine.release()
