@@ -6,8 +6,8 @@ trainer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
@@ -183,7 +183,7 @@ def hide_padding(chunks: Modules, vocab_size: int) -> None:
             model.output_layer.register_forward_hook(hook)
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_multi_token_prediction(models: Sequence[Any]) -> Iterator[None]:
     """Run the decoder without its MTP layers.
 

@@ -12,10 +12,10 @@ Only a run of train_rl.py imports this module, because it imports megatron.rl.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
@@ -140,7 +140,7 @@ class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
         longest = get_args().inference_max_seq_length
         # Megatron's limits include the prompt.
         max_length = min(longest, sampling.max_tokens or longest)
-        complete = functools.partial(
+        complete = partial(
             self._rollouts.complete,
             prompt,
             max_tokens=max_length - len(prompt),

@@ -17,9 +17,9 @@ by `check_compute`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -134,7 +134,7 @@ class ConfigReads:
         """Stop recording: config objects and their copies behave as their plain classes again."""
         self._recorder.stop()
 
-    @contextlib.contextmanager
+    @contextmanager
     def checked(self) -> Iterator[None]:
         """Call `require_known` at the end of this context, and also after an error of vLLM's."""
         try:

@@ -22,12 +22,12 @@ of a replica fails, the others wait for it in vLLM; such a replica cannot go on.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ class InferenceEngine(CompletingEngine):
                     )
                 self.place = settings.sizes.place_of(job.rank)
             memory = WeightMemory()
-            sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            sharing: AbstractContextManager[None] = nullcontext()
             if self._device_type == "cpu":
                 from hybrid_engine.backends.vllm.cpu import host_memory, shm_cleanup
 
@@ -188,7 +188,7 @@ class InferenceEngine(CompletingEngine):
                 # reported as leaked by the libraries that made it.
                 atexit.register(gc.unfreeze)
                 with self._agreement.phase("joining the drafter to the main model"):
-                    model = functools.reduce(join, models)
+                    model = reduce(join, models)
                 config = self._llm.llm_engine.vllm_config
                 hf_config = config.model_config.hf_config
                 self.placeholders = placeholder_tokens(hf_config.to_dict()).values()
@@ -424,7 +424,7 @@ class InferenceEngine(CompletingEngine):
         self,
         tensors: Shapes,
         dtypes: OwnDtypes,
-        owner: contextlib.ExitStack,
+        owner: ExitStack,
     ) -> tuple[LLM, list[ProcessedModel]]:
         """Build vLLM and inspect the weights of its model, and of its drafter if it has one.
 
@@ -447,7 +447,7 @@ class InferenceEngine(CompletingEngine):
                 rank = self.rank
                 return trace_new(model, model_config, tensors, torch_dtypes, rank, without_lora)
 
-        @contextlib.contextmanager
+        @contextmanager
         def inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
             barrier = ProcessingBarrier()
             # If any rank of the job needs a group, all make one.
@@ -473,9 +473,7 @@ class InferenceEngine(CompletingEngine):
         with (
             isolation.building_groups(self.settings, self.job),
             arguments.eager_stance(self.settings, self._device_type),
-            internals.LOAD_MODEL.replaced(without_what_stays)
-            if sleeps
-            else contextlib.nullcontext(),
+            internals.LOAD_MODEL.replaced(without_what_stays) if sleeps else nullcontext(),
         ):
             from vllm import LLM
 
@@ -484,7 +482,7 @@ class InferenceEngine(CompletingEngine):
                 reads.checked(),
                 internals.ROUTES_GROUP.replaced(_returning_on_all)
                 if self.settings.generate.router_replay
-                else contextlib.nullcontext(),
+                else nullcontext(),
             ):
                 llm = LLM(**llm_arguments)
                 if self.settings.generate.router_replay and self._device_type == "cpu":
@@ -502,7 +500,7 @@ class InferenceEngine(CompletingEngine):
             params.logit_bias = {**(params.logit_bias or {}), **bias}
         return params
 
-    @contextlib.contextmanager
+    @contextmanager
     def one_call(self) -> Iterator[None]:
         """See the base class: restores the generator, also if another replica fails."""
         with one_thread:
@@ -535,7 +533,7 @@ class InferenceEngine(CompletingEngine):
                 "the KV cache's memory is released: call wake_kv_cache() before generating",
                 code="kv-cache-released",
             )
-        tokenizer: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        tokenizer: AbstractContextManager[None] = nullcontext()
         if any(map(needs_tokenizer, params)):
             tokenizer = self.tokenizer.attached_to(llm)
         with (

@@ -14,10 +14,10 @@ Memory: a copy on the host while the LoRA is known; vLLM's slots on the device, 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class _ServedLora:
 class DeliveredLoras:
     """LoRAs in host memory, from which vLLM's worker loads them by name."""
 
-    def __init__(self, llm: Any, undo: contextlib.ExitStack) -> None:
+    def __init__(self, llm: Any, undo: ExitStack) -> None:
         """Make the worker of `llm`, an LLM with LoRA enabled, load LoRAs from here.
 
         Closing `undo` reverts this.
@@ -271,7 +271,7 @@ class WeightsWithLora:
 
     def proving(
         self, tensors: Collection[str], unproven: Callable[[str], None]
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> AbstractContextManager[None]:
         """See the port; covers the weights, but not vLLM's form of a LoRA."""
         return self._weights.proving(tensors, unproven)
 

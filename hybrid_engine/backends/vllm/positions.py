@@ -12,9 +12,9 @@ are in host memory. Afterwards vLLM has no groups and keeps nothing of the model
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -243,7 +243,7 @@ def _traced(
     config = arguments.engine_config(
         settings, position.rank, device_type, load_format="dummy", enforce_eager=True
     )
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_rotary_embeddings_kept())
         try:
@@ -300,7 +300,7 @@ def _forget_layers(model: torch.nn.Module) -> None:
         notes.pop(module, None)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _at_position(position: Position, settings: InferenceSettings, config: Any) -> Iterator[None]:
     """Set vLLM's current configuration in this context, and make this position's groups.
 
@@ -352,7 +352,7 @@ def _seat_class(position: int) -> Any:
     return Seat
 
 
-@contextlib.contextmanager
+@contextmanager
 def _rotary_embeddings_kept() -> Iterator[None]:
     """Empty vLLM's cache of rotary embeddings in this context, and restore it at the end."""
     known = internals.ROPES

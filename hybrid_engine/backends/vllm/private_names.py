@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -84,7 +84,7 @@ class Replacement(Internal):
         """The target, and the one that replaces it in other versions."""
         return (self.target, self.otherwise) if self.otherwise else (self.target,)
 
-    @contextlib.contextmanager
+    @contextmanager
     def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
         """Replace the target by `build(original)` in this context.
 

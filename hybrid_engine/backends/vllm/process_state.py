@@ -8,10 +8,10 @@ engine keeps a separate random state and sets it only while it generates.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -83,7 +83,7 @@ class ProcessSettings:
                 self.stream.wait_stream(present.stream)
 
 
-@contextlib.contextmanager
+@contextmanager
 def process_settings_kept(inside: ProcessSettings | None = None) -> Iterator[None]:
     """Restore the process's settings after this context; apply `inside` at its beginning."""
     before = ProcessSettings.now()
@@ -122,7 +122,7 @@ def seeded_state(seed: int) -> RandomState:
     return get_state()
 
 
-@contextlib.contextmanager
+@contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restore training's random state after this context: dropout and data order stay bitwise."""
     state = get_state()

@@ -8,10 +8,10 @@ a tensor [B, S]     token ids, and an attention mask of the same shape if they a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, TypedDict
@@ -622,7 +622,7 @@ class ModelTokenizer:
         text: str = self.loaded.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    @contextlib.contextmanager
+    @contextmanager
     def attached_to(self, llm: Any) -> Iterator[None]:
         """Attach this tokenizer, in this context, to a vLLM that was built without one."""
         tokenizer = internals.CACHED_TOKENIZER(self.loaded)

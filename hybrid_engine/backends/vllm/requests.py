@@ -8,11 +8,11 @@ is refused while any request is left.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -230,7 +230,7 @@ def needs_tokenizer(params: SamplingParams) -> bool:
     return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusals_named() -> Iterator[None]:
     """Raise ArgumentError in place of vLLM's errors about an invalid request."""
     try:
@@ -332,7 +332,7 @@ def prompt_distributions(completion: Completion) -> torch.Tensor:
 # -- vLLM's engine around a call -------------------------------------------------------------------
 
 
-class _OneThread(contextlib.ContextDecorator):
+class _OneThread(ContextDecorator):
     """A lock that admits one thread, which may enter again; another thread gets a StateError.
 
     It does not wait: ranks answer a call together, and the first thread may differ between ranks.
@@ -358,7 +358,7 @@ one_thread = _OneThread()
 """The lock of this process: a call of any engine changes the process's generator and settings."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def none_left(llm: Any) -> Iterator[None]:
     """Abort all requests of `llm` if this block raises, KeyboardInterrupt included.
 

@@ -17,10 +17,10 @@ runner to vLLM's own capture, around the steps of the first.
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class _SpareGenerator(torch.Generator):
 def corrected(sample_tokens: Function) -> Function:
     """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
 
-    @functools.wraps(sample_tokens)
+    @wraps(sample_tokens)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         runner = self.model_runner
         batch = runner.input_batch

@@ -17,13 +17,13 @@ group's buffers and their mapping, together with Python's resource trackers.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import glob
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ _REMEDY = (
 )
 
 
-@contextlib.contextmanager
+@contextmanager
 def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
     """Give vLLM's shared memory a unique name in this context, and unlink it once it is mapped.
 
@@ -62,7 +62,7 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
     os.environ[ENGINE_TOKEN] = tokens[0]
 
     def build(share: Callable[[Any], int]) -> Callable[[Any], int]:
-        @functools.wraps(share)
+        @wraps(share)
         def share_unnamed(self: Any) -> int:
             try:
                 return share(self)  # ends with a barrier of the group: all have mapped it

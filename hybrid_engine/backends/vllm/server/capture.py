@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -46,7 +46,7 @@ def take_captured(model: torch.nn.Module) -> tuple[ProcessedModel, VllmConfig, R
     main, config = _captured.pop(model)
     others = list(_captured.items())
     drafters = [drafter for drafter, (_, of) in others if of.model_config is config.model_config]
-    joined = functools.reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main)
+    joined = reduce(join, [_captured.pop(drafter)[0] for drafter in drafters], main)
     return joined, config, _reads.pop(model)
 
 
@@ -109,7 +109,7 @@ def _require_filled_drafter(vllm_config: Any, table: ModelTable) -> None:
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _inspecting(is_collective: bool) -> Iterator[ProcessingBarrier]:
     """Yield a barrier, with a group of all workers if vLLM's processing is collective in any."""
     workers = internals.WORLD_GROUP()

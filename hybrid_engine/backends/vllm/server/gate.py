@@ -26,9 +26,9 @@ of another version. A request that names no job and no version is answered with 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
@@ -71,11 +71,11 @@ def close_gate(load_format: str) -> None:
 
 
 def _wrapped(original: Function, wrapper: Function, load_format: str) -> Function:
-    @functools.wraps(original)
+    @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.vllm_config.load_config.load_format != load_format:
             return original(self, *args, **kwargs)
-        return wrapper(functools.partial(original, self), self, *args, **kwargs)
+        return wrapper(partial(original, self), self, *args, **kwargs)
 
     return method
 
@@ -92,7 +92,7 @@ def _begin(initialize: Callable[[Any], Any], core: Any, vllm_config: Any) -> Any
     # The scheduler does not exist yet; its constructor will pause it.
     config = vllm_config.scheduler_config
     scheduler_class = config.get_scheduler_cls()
-    config.get_scheduler_cls = lambda: functools.partial(_paused, scheduler_class)
+    config.get_scheduler_cls = lambda: partial(_paused, scheduler_class)
     return caches
 
 

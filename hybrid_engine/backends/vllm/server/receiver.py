@@ -7,10 +7,10 @@ software.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ def answer(
     The gate calls this in each worker; it raises nothing.
     """
     try:
-        call = functools.partial(method, worker) if callable(method) else getattr(worker, method)
+        call = partial(method, worker) if callable(method) else getattr(worker, method)
         return "", call(*args, **kwargs)
     except HybridEngineError as error:  # a refusal: the engine core logs it
         return f"{type(error).__name__}: {error}", None

@@ -13,9 +13,9 @@ update to the engine, if that is this package's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def unname_queues() -> None:
 
 
 def _unnamed(await_readers: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(await_readers)
+    @wraps(await_readers)
     def wait_until_ready(self: Any) -> None:
         await_readers(self)
         for buffer in (self.buffer, getattr(self, "tensor_arena", None)):
@@ -81,13 +81,13 @@ def correct_workers() -> None:
         finish_weight_update,
     )
     for record, method in zip(internals.UPDATES_OF_WORKERS, methods, strict=True):
-        _patches.enter_context(record.replaced(functools.partial(_chosen, method)))
+        _patches.enter_context(record.replaced(partial(_chosen, method)))
 
 
 def _chosen(ours: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
     from hybrid_engine.backends.vllm.server.receiver import HybridEngineReceiver
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         is_ours = isinstance(self.weight_transfer_engine, HybridEngineReceiver)
         (ours if is_ours else original)(self, *args, **kwargs)

@@ -6,13 +6,13 @@ all clients. Every other route requires a proof that the client has the token as
 
 from __future__ import annotations
 
-import functools
 import hmac
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
@@ -80,7 +80,7 @@ def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _labelled(answer: Function) -> Function:
-    @functools.wraps(answer)
+    @wraps(answer)
     def request_output_to_completion_response(
         self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -95,7 +95,7 @@ def _labelled(answer: Function) -> Function:
 
 
 def _guarded(build: Function) -> Function:
-    @functools.wraps(build)
+    @wraps(build)
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build(*args, **kwargs)
         # vLLM may have built the middleware stack already, which takes no further middleware then.

@@ -11,8 +11,8 @@ while serving:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -138,9 +138,7 @@ class VllmAdaptor:
         self._states.require(GroupEvent.COMMIT, groups)
         is_processed = not self._processed.derivations.keys().isdisjoint(groups)
         # The processing is vLLM's code and may change any setting of the process.
-        settings_kept = (
-            process_settings_kept(self._settings) if is_processed else contextlib.nullcontext()
-        )
+        settings_kept = process_settings_kept(self._settings) if is_processed else nullcontext()
         with torch.no_grad(), settings_kept, self._processed.context():
             for name in groups:
                 with self._failing([name]):
@@ -207,7 +205,7 @@ class VllmAdaptor:
     def committed(self) -> Collection[str]:
         return self._states.among(GroupState.COMMITTED)
 
-    @contextlib.contextmanager
+    @contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
         """Verify in this context that vLLM computes with the filled tensors; see the port.
 
@@ -300,7 +298,7 @@ class VllmAdaptor:
         """Raise StateError if the model cannot compute now."""
         self._states.require_committed()
 
-    @contextlib.contextmanager
+    @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Call `observer` with every parameter that is committed in this context."""
         self._observers.append(observer)
@@ -345,7 +343,7 @@ class VllmAdaptor:
             self._unforgotten = self._processed.forward_state.forget()
             self._may_have_computed = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def _failing(self, groups: Sequence[str]) -> Iterator[None]:
         """Move the groups to RELEASED if this block raises, so that they can be allocated again."""
         try:

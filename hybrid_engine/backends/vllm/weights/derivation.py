@@ -23,11 +23,11 @@ layerwise reload holds all layers whose weights have arrived in part.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache, partial
 from itertools import starmap
 
 import torch
@@ -198,7 +198,7 @@ class Derivation:
         for change in self.changes:
             change.put(_over(change.loaded, tensors))
 
-    @contextlib.contextmanager
+    @contextmanager
     def as_loaded(self, tensors: Tensors) -> Iterator[None]:
         """Roll the modules back as `load` does in this context, and restore them at its end."""
         # Before `load`, which overwrites these entries.
@@ -317,7 +317,7 @@ class Sentinels(Enum):
             yield part, values[: part.numel()]
 
 
-@functools.cache
+@cache
 def _sentinel_values(seed: int) -> torch.Tensor:
     """Return a pattern of `_PERIOD` elements, on the host: vLLM's sleep frees its memory pool."""
     generator = torch.Generator().manual_seed(seed)
@@ -441,7 +441,7 @@ class ModelSnapshot:
 
         Entries that refer to weights outside of `live` are included.
         """
-        differs = functools.partial(_differs, live=live)
+        differs = partial(_differs, live=live)
         for name in modules:
             for table in self._modules[name].tables:
                 yield from table.changes(differs, _former)

@@ -11,9 +11,9 @@ a class under a different name (vllm_plugin.py).
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 LOAD_FORMAT = "hybrid_engine_colocated"
 
 Trace = Callable[[torch.nn.Module, Any], TracedModel]
-Inspecting = Callable[[bool], contextlib.AbstractContextManager[ProcessingBarrier]]
+Inspecting = Callable[[bool], AbstractContextManager[ProcessingBarrier]]
 Keep = Callable[[torch.nn.Module, ProcessedModel], None]
 
 
-@contextlib.contextmanager
+@contextmanager
 def capturing(trace: Trace, inspecting: Inspecting, keep: Keep) -> Iterator[None]:
     """Trace and process models that vLLM loads with `LOAD_FORMAT` in this context; load no file.
 
@@ -55,7 +55,7 @@ def capturing(trace: Trace, inspecting: Inspecting, keep: Keep) -> Iterator[None
         del internals.LOADERS[LOAD_FORMAT]
 
 
-@contextlib.contextmanager
+@contextmanager
 def configured(vllm_config: Any, dtype: torch.dtype) -> Iterator[None]:
     """Make a configuration vLLM's current one in this context, and a dtype torch's default."""
     from vllm.config import set_current_vllm_config
@@ -84,11 +84,11 @@ def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
             self, vllm_config: Any, model_config: Any, prefix: str = ""
         ) -> torch.nn.Module:
             """Load as vLLM does, then inspect the model that its base class has processed."""
-            self._watching = contextlib.ExitStack()
+            self._watching = ExitStack()
             with self._watching:
                 model = super().load_model(vllm_config, model_config, prefix)
 
-            context = functools.partial(configured, vllm_config, model_config.dtype)
+            context = partial(configured, vllm_config, model_config.dtype)
             traced = self._traced
             device = next(iter(traced.storages.values())).device
             keeps_addresses = device.type != "cpu"

@@ -10,11 +10,11 @@ configurations or activations but no weights (`internals.NOT_ENTERED`).
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,7 +250,7 @@ def _parts(value: object, skipped: tuple[type, ...]) -> Iterator[tuple[str, obje
         yield from _named({key: part for key, part in value.items() if key != "_modules"})
     elif isinstance(value, list | tuple):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    elif isinstance(value, functools.partial):
+    elif isinstance(value, partial):
         parts = (value.func, value.args, value.keywords)
         yield from ((f"({index})", part) for index, part in enumerate(parts))
     elif isinstance(value, types.MethodType):
@@ -281,7 +281,7 @@ def _has_attributes(value: object, skipped: tuple[type, ...]) -> bool:
         return False
     stateless = (
         *(torch.nn.Module, type, enum.Enum),
-        *(types.ModuleType, types.FunctionType, functools.partial),
+        *(types.ModuleType, types.FunctionType, partial),
     )
     if isinstance(value, stateless):
         return False

@@ -12,8 +12,8 @@ come back in the same form, or cannot be copied, is an error here, before any sw
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -159,13 +159,13 @@ class ProcessedModel:
         Collective if the processing is. Raises as `ProcessingBarrier.wait` does.
         """
         self.barrier.wait(f"processing {derivation.first}")
-        with self.contexts.get(derivation.first, contextlib.nullcontext)():
+        with self.contexts.get(derivation.first, nullcontext)():
             for name in derivation.methods:
                 postload.process(self.modules[name])
             for name in derivation.attention:
                 cast(Any, self.modules[name]).process_weights_after_loading(self.act_dtype)
 
-    @contextlib.contextmanager
+    @contextmanager
     def as_loaded(self, name: str, tensors: Tensors) -> Iterator[None]:
         """Roll a group's modules back to the state after loading, and bind `tensors`, by storage.
 
@@ -278,7 +278,7 @@ def _forward_state(model: ProcessedModel, has_graphs: bool) -> ForwardState:
             weights.update(map(storage_key, derivation.results.values()))
         return ForwardState.of(model.modules, (), weights, has_graphs)
     # Derived tensors are new after each commit, so the recorded contents must not include them.
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         for name in model.derivations:
             undo.enter_context(model.as_loaded(name, model.dropped(name)))
         renewed = [change for derivation in derivations for change in derivation.changes]

@@ -21,10 +21,10 @@ their collective.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from hybrid_engine.ranks.groups import RankGroup, plain_text
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
+@contextmanager
 def channels_taken() -> Iterator[set[str]]:
     """Yield a set that receives the channels by which ranks of a vLLM group communicate."""
     taken: set[str] = set()
@@ -152,7 +152,7 @@ class ProcessingBarrier:
         self._is_over = False
         self._is_finished = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def section(self) -> Iterator[None]:
         """Finish if this block succeeds, abandon if it raises."""
         try:
