@@ -65,7 +65,7 @@ OUTSIDE = {
     "switch.states": set(),
     "backends": {"torch"},
     "backends.fsdp": {"packaging", "peft", "torch", "transformers"},
-    "backends.huggingface": {"numpy", "rich", "safetensors", "torch"},
+    "backends.huggingface": {"huggingface_hub", "numpy", "rich", "safetensors", "torch"},
     "backends.megatron": {"megatron", "megatron_patches", "packaging", "pydantic", "torch"},
     "backends.vllm": {"PIL", "numpy", "pydantic", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": {"pydantic"},

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from hybrid_engine.backends.huggingface.loading import FLOATS, check_names, layout_of
 from hybrid_engine.backends.huggingface.safetensors_files import (
@@ -74,8 +75,6 @@ from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import DTYPE_NBYTES
-from hybrid_engine.records.regions import Shape
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.setup import gather_side
 from hybrid_engine.transports.copies import FlatBuffers
@@ -213,8 +212,8 @@ def _dtype_name(dtype: object) -> str | None:
 
 def _tensors_to_store(
     dtypes: Mapping[str, str], table: ModelTable, dtype: str | None
-) -> dict[str, tuple[Shape, str]]:
-    """Return name -> (shape, dtype) in the order of a checkpoint, copies last.
+) -> dict[str, StoredTensor]:
+    """Return the tensors in the order of a checkpoint, copies last, without their files.
 
     `dtypes`: dtype of each tensor that a rank has.
 
@@ -225,7 +224,8 @@ def _tensors_to_store(
     missing = []
     for name, shape in table.shapes.items():
         if name in dtypes:
-            stored[name] = (shape, table.dtypes.get(name) or dtype or dtypes[name])
+            stored_dtype = table.dtypes.get(name) or dtype or dtypes[name]
+            stored[name] = StoredTensor("", shape, stored_dtype)
         elif table.is_served(name):
             missing.append(f"{name}: no training rank has it")
     if missing:
@@ -286,32 +286,21 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def plan_files(
-    tensors: Mapping[str, tuple[Shape, str]], max_file_nbytes: int
-) -> dict[str, StoredTensor]:
-    """Distribute tensors over files, in order.
+def plan_files(tensors: StoredTensors, max_file_nbytes: int) -> dict[str, StoredTensor]:
+    """Return tensors with the files to which transformers would distribute them.
 
     Args:
-        tensors: name -> (shape, dtype).
+        tensors: tensors without a file, in order.
         max_file_nbytes: maximum bytes of data in a file. A larger tensor is alone in its file.
     """
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, (shape, dtype) in tensors.items():
-        nbytes = math.prod(shape) * DTYPE_NBYTES[dtype]
-        if groups[-1] and filled + nbytes > max_file_nbytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += nbytes
-    count = len(groups)
-    stored = {}
-    # The names that transformers gives to files.
-    for number, names in enumerate(groups, start=1):
-        file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        for name in names:
-            stored[name] = StoredTensor(file, *tensors[name])
-    return stored
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_nbytes,
+    )
+    files = split.tensor_to_filename
+    return {name: replace(tensor, file=files[name]) for name, tensor in tensors.items()}
 
 
 def by_file(stored: StoredTensors) -> dict[str, list[str]]:
