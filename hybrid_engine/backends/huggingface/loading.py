@@ -170,12 +170,12 @@ def load_hf_checkpoint(
             weights.prepare()
             buffers = weights.buffers()
             file_names = sorted({known[transfer.tensor].file for transfer in transfers})
-            reader = stack.enter_context(files.SliceReader(directory, file_names))
+            read = stack.enter_context(files.boxes_of_files(directory, file_names))
         nbytes = sum(_stored_nbytes(transfer, known) for transfer in transfers)
         task = f"reading {directory}"
         advance = stack.enter_context(_progress(task, nbytes, is_shown=job.rank == 0))
         with torch.no_grad():
-            steps = _read(transfers, buffers, known, reader, advance)
+            steps = _read(transfers, buffers, known, read, advance)
             job.agreement.rounds("reading the checkpoint", steps)
         # No stored tensor has values for these.
         with job.agreement.phase("zeroing padding and adapters"):
@@ -321,7 +321,7 @@ def _read(
     transfers: list[Transfer],
     buffers: FlatBuffers,
     stored: files.StoredTensors,
-    reader: files.SliceReader,
+    read: files.ReadBox,
     advance: Callable[[int], None],
 ) -> Iterator[None]:
     """Read boxes into the buffers. Yields after each box."""
@@ -329,21 +329,19 @@ def _read(
         tensor = stored[transfer.tensor]
         flat = buffers[transfer.dst.buffer.name]
         target = strided(flat, transfer.lengths, transfer.dst)
-        target.copy_(_read_box(transfer, tensor, reader))
+        target.copy_(_read_box(transfer, tensor, read))
         advance(_stored_nbytes(transfer, stored))
         yield
 
 
-def _read_box(
-    transfer: Transfer, tensor: files.StoredTensor, reader: files.SliceReader
-) -> torch.Tensor:
+def _read_box(transfer: Transfer, tensor: files.StoredTensor, read: files.ReadBox) -> torch.Tensor:
     """Read the box of a transfer, which may be one of a finer shape than the stored one."""
     # Stored tensors are contiguous, so the flat offset of an element determines its indices.
     last = transfer.src.extent(transfer.lengths).stop - 1
     ends = [np.unravel_index(place, tensor.shape) for place in (transfer.src.offset, last)]
     first, final = (tuple(map(int, end)) for end in ends)
     lengths = tuple(end - start + 1 for start, end in zip(first, final, strict=True))
-    box = reader.read(transfer.tensor, tensor, first, lengths)
+    box = read(transfer.tensor, tensor, first, lengths)
     if lengths == transfer.lengths:
         return box
     # Elements between those of the box were read with it.
@@ -400,10 +398,10 @@ def compare_repetitions(
     share = sorted(_stored_repetitions(stored, table).items())[rank::num_ranks]
     file_names = {stored[name].file for pair in share for name in pair}
     findings = []
-    with files.SliceReader(directory, sorted(file_names)) as reader:
+    with files.boxes_of_files(directory, sorted(file_names)) as read:
         for name, original in share:
             num_differing = 0
-            for count in _differing_counts(reader, stored, name, original):
+            for count in _differing_counts(read, stored, name, original):
                 num_differing += count
                 yield
             if num_differing:
@@ -425,7 +423,7 @@ def _stored_repetitions(stored: files.StoredTensors, table: ModelTable) -> dict[
 
 
 def _differing_counts(
-    reader: files.SliceReader, stored: files.StoredTensors, name: str, original: str
+    read: files.ReadBox, stored: files.StoredTensors, name: str, original: str
 ) -> Iterator[int]:
     """Yield the number of differing elements of each part of two tensors.
 
@@ -442,8 +440,8 @@ def _differing_counts(
     for start in range(0, shape[0], rows):
         lengths = (min(rows, shape[0] - start), *shape[1:])
         offsets = (start, *(0 for _ in shape[1:]))
-        first = reader.read(name, copy, offsets, lengths)
-        second = reader.read(original, stored[original], offsets, lengths)
+        first = read(name, copy, offsets, lengths)
+        second = read(original, stored[original], offsets, lengths)
         # float16 and bfloat16 have the same size; bfloat16 is the coarser one.
         coarser = min(
             first.dtype,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,50 +127,39 @@ def write_file(path: Path, tensors: Tensors) -> None:
         sync(path)
 
 
-class SliceReader:
-    """Context manager that reads boxes of stored tensors. Only the bytes of a box are read.
+ReadBox = Callable[[str, StoredTensor, Offsets, Shape], torch.Tensor]
+"""Function that returns the box [offsets, offsets + lengths) of a tensor, in elements per dim.
+
+It takes the tensor's name and record first, and reads only the bytes of the box. It raises
+FileError if a file cannot be read, or is damaged.
+"""
+
+
+@contextmanager
+def boxes_of_files(directory: Path, names: Iterable[str]) -> Iterator[ReadBox]:
+    """Open files in this context, and yield a function that reads boxes of their tensors.
 
     Args:
         directory: directory of the checkpoint.
-        names: names of the files that will be read. All are opened by the constructor.
+        names: names of the files.
 
     Raises:
         FileError: a file cannot be opened.
     """
+    with ExitStack() as stack:
+        files = {name: _open(directory / name, stack) for name in names}
 
-    def __init__(self, directory: Path, names: Iterable[str]) -> None:
-        with ExitStack() as stack:
-            self._files = {name: _open(directory / name, stack) for name in names}
-            # All files are open: keep them so. An error before this line closes them.
-            self._stack = stack.pop_all()
-        self._directory = directory
+        def read(name: str, stored: StoredTensor, offsets: Offsets, lengths: Shape) -> torch.Tensor:
+            path = directory / stored.file
+            with naming("reading", path, DOWNLOAD_AGAIN), _builtin_errors():
+                file = files[stored.file]
+                if not lengths:  # a scalar
+                    return file.get_tensor(name)
+                starts_and_lengths = zip(offsets, lengths, strict=True)
+                box = tuple(slice(start, start + length) for start, length in starts_and_lengths)
+                return file.get_slice(name)[box]
 
-    def __enter__(self) -> SliceReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def read(
-        self,
-        name: str,
-        stored: StoredTensor,
-        offsets: Offsets,
-        lengths: Shape,
-    ) -> torch.Tensor:
-        """Return the box [offsets, offsets + lengths) of a tensor, in elements per dim.
-
-        Raises:
-            FileError: the file cannot be read, or is damaged.
-        """
-        path = self._directory / stored.file
-        with naming("reading", path, DOWNLOAD_AGAIN), _builtin_errors():
-            file = self._files[stored.file]
-            if not lengths:  # a scalar
-                return file.get_tensor(name)
-            starts_and_lengths = zip(offsets, lengths, strict=True)
-            box = tuple(slice(start, start + length) for start, length in starts_and_lengths)
-            return file.get_slice(name)[box]
+        yield read
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
