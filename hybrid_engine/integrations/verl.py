@@ -2,7 +2,6 @@
 
     export VERL_ENGINE_VENDOR=hybrid_engine
     actor_rollout_ref.rollout.checkpoint_engine.backend=hybrid_engine
-    actor_rollout_ref.rollout.checkpoint_manager_class=hybrid_engine.integrations.verl.Manager
 
 verl imports this module by its entry point `verl.plugins`, in each of its processes. verl has a
 place for each class:
@@ -11,8 +10,11 @@ place for each class:
                                                    weights carry a reference to their engine
     Publisher      CheckpointEngineRegistry        in each actor: publishes, instead of sending
                                                    tensors
-    Manager        checkpoint_manager_class        in the controller: gives the actors the
+    Manager        verl.checkpoint_engine          in the controller: gives the actors the
                                                    addresses of the servers
+
+verl's default trainers have no key for the manager's class. They import the name
+`CheckpointEngineManager`, which this module has replaced by then, if the vendor is ours.
 
     CheckpointEngineManager.update_weights
       -> ActorRolloutRefWorker.update_weights  -> Publisher.send_weights
@@ -52,23 +54,18 @@ TESTED_VERSION = "0.9.1"
 
 
 def _register_refusal(reason: str) -> None:
-    """Register a class in place of `Publisher` that raises DependencyError when it is used.
+    """Register a function in place of `Publisher` that raises DependencyError when it is called.
 
     verl drops errors that plug-ins raise while it imports them, so the error must come later.
     """
 
-    class UntestedPublisher:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise DependencyError(reason, code="untested-version")
-
-        @classmethod
-        def build_topology(cls, *args: Any, **kwargs: Any) -> None:
-            raise DependencyError(reason, code="untested-version")
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise DependencyError(reason, code="untested-version")
 
     # If verl is missing, or has no such registry, nothing will look the class up.
     with contextlib.suppress(ImportError, AttributeError):
         registry = import_module("verl.checkpoint_engine.base").CheckpointEngineRegistry
-        registry.register(NAME)(UntestedPublisher)
+        registry.register(NAME)(refuse)
 
 
 try:
@@ -135,7 +132,7 @@ class Publisher(CheckpointEngine):
 
     Args:
         bucket_size: verl's argument, unused: a switch has the key `bucket_mb`.
-        is_master: verl's argument, unused.
+        is_master: verl's argument: rank 0, which prints the report of the first publish.
         rollout_config: `checkpoint_engine.engine_kwargs.hybrid_engine`: keys as `HybridEngine`
             takes them.
 
@@ -151,6 +148,7 @@ class Publisher(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **rollout_config: Any) -> None:
         self._config: dict[str, Any] = rollout_config
+        self._is_master = is_master
         self._servers: Sequence[str] = ()
         self._shares_devices = False
         self.engine: HybridEngine | None = None
@@ -193,6 +191,8 @@ class Publisher(CheckpointEngine):
             self.engine.sharding.enter(State.TRAIN)
         if report is None:  # the servers have these weights already
             return {}
+        if self._is_master and self.last_report is None:
+            print(report, flush=True)
         self.last_report = report
         return {
             f"{NAME}/seconds": float(report.seconds),
@@ -245,15 +245,14 @@ def _violations(engine: Any, servers: Sequence[str]) -> Violations:
     """Report settings of verl that a switch cannot honour."""
     if engine is None:
         # These weights do not come from one of our engines.
-        vendor = os.environ.get("VERL_ENGINE_VENDOR")
-        problem = f"its engine is verl's own, and VERL_ENGINE_VENDOR is {vendor}"
+        problem = f"is verl's own with VERL_ENGINE_VENDOR={os.environ.get('VERL_ENGINE_VENDOR')}"
         remedy = f"Use fsdp2 or megatron, and export VERL_ENGINE_VENDOR={NAME}"
         yield Violation("actor.strategy", problem, remedy, code="wrong-engine")
         return
     yield from _engine_violations(engine)
     if not servers:
         problem = "no vLLM server is configured"
-        remedy = f"Set rollout.checkpoint_manager_class={__name__}.Manager"
+        remedy = f"Export VERL_ENGINE_VENDOR={NAME} in all of verl's processes"
         yield Violation("servers", problem, remedy, code="no-servers")
 
 
@@ -301,8 +300,19 @@ def _engine_violations(engine: Any) -> Violations:
 class Manager(CheckpointEngineManager):
     """verl's manager, which gives its actors the addresses of the servers.
 
-    vLLM's caches leave and return in the actors' switch.
+    vLLM's caches leave and return in the actors' switch. Raises ConfigError if replicas have
+    another backend.
     """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        super().__init__(config, actor_wg, replicas)
+        # verl's trainers replace the backend of the manager's configuration, not the replicas'.
+        backends = {replica.config.checkpoint_engine.backend for replica in replicas}
+        key = "rollout.checkpoint_engine.backend"
+        require_none(
+            Violation(key, backend, f"Use {NAME}", code="unsupported-value")
+            for backend in backends - {NAME}
+        )
 
     def build_process_group(self, rollout: Any) -> None:
         servers = [f"http://{replica.server_address}" for replica in self.replicas]
@@ -310,11 +320,9 @@ class Manager(CheckpointEngineManager):
 
     @auto_await
     async def release_kv_cache_replicas(self) -> None:
-        """Do nothing: a switch releases caches if they must leave."""
+        """Do nothing: a switch releases caches if they must leave, and brings them back."""
 
-    @auto_await
-    async def resume_kv_cache_replicas(self) -> None:
-        """Do nothing: a switch brings the caches back."""
+    resume_kv_cache_replicas = release_kv_cache_replicas
 
     @auto_await
     async def sleep_replicas(self) -> None:
@@ -325,20 +333,14 @@ class Manager(CheckpointEngineManager):
         self._on_actors("withdraw")
 
     @auto_await
-    async def wake_up_replicas(self) -> None:
-        """Do nothing: `update_weights` wakes the replicas up."""
-
-    @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """Publish the actors' weights to all replicas; return metrics of the switch."""
         if not self._shares_devices:
-            metrics: dict[str, Any] = await super().update_weights(global_steps)
-            return metrics
+            return dict(await super().update_weights(global_steps))
         self.build_process_group(None)
-        # On shared devices there are no CheckpointEngineWorkers, which verl's own update calls.
-        results = ray.get(
-            self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        )
+        # On shared devices there are no CheckpointEngineWorkers, which verl's own update calls, and
+        # `self.backend` may be "naive".
+        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=NAME))
         if global_steps is not None:
             calls = [
                 server.set_global_steps.remote(global_steps)
@@ -360,8 +362,13 @@ class Manager(CheckpointEngineManager):
         ray.get(self.actor_wg.execute_checkpoint_engine([method] * size, **per_actor))
 
 
-def register_engines() -> None:
-    """Register verl's training engines with our classes as first bases, under our vendor."""
+def register_classes() -> None:
+    """Register verl's training engines with our classes as first bases, under our vendor, and make
+    `Manager` verl's manager.
+    """
+    # verl's trainers, which are imported later, import this name.
+    checkpoint_engine: Any = import_module("verl.checkpoint_engine")
+    checkpoint_engine.CheckpointEngineManager = Manager
     # Not at the top: verl.workers.engine imports every framework that is installed.
     engines = import_module("verl.workers.engine")
     bases: dict[type, tuple[Any, Sequence[str]]] = {
@@ -378,4 +385,4 @@ def register_engines() -> None:
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") == NAME:
-    register_engines()
+    register_classes()

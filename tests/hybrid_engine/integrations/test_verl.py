@@ -8,6 +8,7 @@ omegaconf, antlr4-python3-runtime, codetiming, torchdata, datasets, pandas, pyar
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import itertools
@@ -129,7 +130,7 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, buil
 @with_verl
 def test_verl_has_the_replaced_classes(ours: Any) -> None:
     from verl.checkpoint_engine import base
-    from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+    from verl.workers.config import CheckpointEngineConfig
     from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
     assert base.CheckpointEngineRegistry.get(ours.NAME) is ours.Publisher
@@ -146,9 +147,20 @@ def test_verl_has_the_replaced_classes(ours: Any) -> None:
     called += ("actor_wg.update_weights(global_steps=global_steps, mode=self.backend)", "resume_generation_replicas()")
     assert [call for call in called if call not in update] == []
     assert {"backend", "custom_backend_module", "engine_kwargs"} <= CheckpointEngineConfig.__dataclass_fields__.keys()
-    assert "checkpoint_manager_class" in RolloutConfig.__dataclass_fields__
     assert RolloutMode.HYBRID.value == "hybrid"
     assert isinstance(RolloutReplica.server_address, property)
+
+
+@with_verl
+def test_verls_trainers_import_our_manager(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = import_module("verl.checkpoint_engine")
+    monkeypatch.setattr(package, "CheckpointEngineManager", None)
+    ours.register_classes()
+    assert package.CheckpointEngineManager is ours.Manager
+    root = Path(str(import_module("verl").__file__)).parent
+    for trainer in ("trainer_base.py", "trainer_separate_async.py"):
+        source = (root / "trainer/ppo/v1" / trainer).read_text()
+        assert "from verl.checkpoint_engine import CheckpointEngineManager" in source
 
 
 @with_verl
@@ -170,8 +182,6 @@ def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
     root = Path(str(import_module("verl").__file__)).parent
     assert '_entry_points(group="verl.plugins")' in (root / "__init__.py").read_text()
     assert "VERL_ENGINE_VENDOR" in (root / "workers/engine/base.py").read_text()
-    trainer = (root / "trainer/ppo/ray_trainer.py").read_text()
-    assert 'rollout.get("checkpoint_manager_class")' in trainer
     actor = (root / "workers/engine_workers.py").read_text()
     assert "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
 
@@ -217,7 +227,7 @@ def test_unsupported_settings_are_refused(ours: Any) -> None:
     )
     with pytest.raises(ConfigError, check=refused) as caught:
         publisher._build_engine(ours.LiveWeights(engine("fsdp", param=True, optimizer=True, policy=True), ()))
-    assert f"checkpoint_manager_class={OURS}.Manager" in str(caught.value)
+    assert "Export VERL_ENGINE_VENDOR=hybrid_engine in all" in str(caught.value)
 
 
 @with_verl
@@ -247,6 +257,19 @@ def test_unsupported_settings_of_megatrons_engine_are_refused(ours: Any) -> None
 
 
 @with_verl
+def test_another_backend_is_refused(ours: Any) -> None:
+    """verl's default trainers pass "naive" to the manager, whatever the replicas have."""
+    trainers = SimpleNamespace(backend="naive", custom_backend_module=None)
+    configured = SimpleNamespace(backend=ours.NAME)
+    replica = SimpleNamespace(config=SimpleNamespace(checkpoint_engine=configured))
+    ours.Manager(trainers, None, [replica])
+    configured.backend = "nccl"
+    key = "rollout.checkpoint_engine.backend"
+    with pytest.raises(ConfigError, check=has_violation(key, "unsupported-value", "Use hybrid")):
+        ours.Manager(trainers, None, [replica])
+
+
+@with_verl
 def test_live_weights_include_verls_tensors(ours: Any) -> None:
     class Theirs:
         def get_per_tensor_param(self, layered_summon: bool = False) -> tuple[Any, str]:
@@ -256,6 +279,17 @@ def test_live_weights_include_verls_tensors(ours: Any) -> None:
     weights, adapter = kind().get_per_tensor_param(layered_summon=True)
     assert (list(weights), adapter) == ([("weight", True)], "adapter")
     assert isinstance(weights.engine, Theirs)
+
+
+@with_verl
+def test_rank_0_prints_the_first_switch(ours: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = SimpleNamespace(seconds=1.0, bytes_received=2)
+    for is_master in (True, False):
+        publisher = ours.Publisher(bucket_size=1, is_master=is_master)
+        publisher.engine = SimpleNamespace(sharding=SimpleNamespace(enter=lambda _: report))
+        for _ in range(2):
+            asyncio.run(publisher.send_weights(()))
+    assert capsys.readouterr().out == f"{report}\n"
 
 
 @with_verl
@@ -287,6 +321,5 @@ def test_an_untested_version_is_reported_also_at_use(monkeypatch: pytest.MonkeyP
     untested = has_code("untested-version", "verl 0.97.3", "0.9.1 was tested")
     with pytest.raises(DependencyError, check=untested):
         import_module(OURS)
-    for use in (registered["hybrid_engine"], registered["hybrid_engine"].build_topology):
-        with pytest.raises(DependencyError, check=untested):
-            use(1, 2, [])
+    with pytest.raises(DependencyError, check=untested):
+        registered["hybrid_engine"](bucket_size=1)
