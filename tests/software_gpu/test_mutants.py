@@ -220,7 +220,7 @@ def shared(late: Sequence[Kind] = ()) -> None:
         loading("UNMAP_AND_RELEASE", lambda handle: pool.segments[handle[2]].sleep()),
     ):
         sleep_mode.free_kv_cache()
-        state.offloader.offload(late=late)
+        assert state.offloader.offload(late=late) > 0
         sleep_mode.wake_kv_cache()
         assert not sleep_mode.pending().nbytes
         cache.fill_(3)

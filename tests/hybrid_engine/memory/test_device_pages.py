@@ -261,6 +261,7 @@ def test_restored_chunks_are_read_by_peers(rig: Rig):
     for value in range(3):
         buffer.tensor.fill_(value)
         with peer.mapped() as flat:
+            buffer.export()  # for another peer; what is exported stays so
             assert bool((flat == value).all())
         buffer.release(CHUNK)
         with refused(TransportError, "chunks-are-released", "[1, 2]"), peer.mapped():

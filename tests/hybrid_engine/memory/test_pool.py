@@ -188,8 +188,11 @@ def test_peers_keep_shared_memory_mapped(sides: Sides):
     assert virtual_memory().nbytes == 0
     sides.params.restore()
     sides.params.tensor.fill_(8)
+    sides.share().give_back()
+    own_mappings = mapped()
     with peer.mapped() as flat:
         assert bool((flat == 8).all())
+    assert mapped() == own_mappings, "it has left the pool with its contents"
     peer.close()
     del flat
 
@@ -215,6 +218,17 @@ def test_a_wake_up_without_memory_takes_none(sides: Sides):
     sides.params.restore()
     sides.params.release()
     pool.give_back()
+
+
+def test_training_may_end_with_contents(sides: Sides):
+    pool = sides.share()
+    sides.grads.restore()
+    sides.driver.calls.clear()
+    del sides.grads
+    assert sides.driver.calls.count("cuMemUnmap") == 1, "the whole range at once"
+    del sides.params
+    pool.give_back()
+    assert virtual_memory().nbytes == 0
 
 
 def test_memory_lives_on_when_one_side_ends(sides: Sides):
