@@ -65,6 +65,7 @@ static void free_if_unused(Allocation* allocation) {
     if (allocation->num_handles > 0 || allocation->num_mappings > 0) {
         return;
     }
+    timeline_call("free");
     drop(allocation->file);
     close(allocation->descriptor);
     allocations().erase(allocation->handle);
