@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -204,21 +204,6 @@ def state_of(run: Any) -> Values:
         "rates": [group["lr"] for group in run.actor.optimizer.param_groups],
         "version": run.engine.model.version,
     }
-
-
-def test_one_rank_resumes_with_all_bits(job: None, zoo: Zoo, tmp_path: Path) -> None:
-    path = zoo.path("qwen3")
-    alone = Job.join(60)
-    with running(path, **BFLOAT16) as run:
-        train(run, 0)
-        checkpoints_of(run, alone).save(tmp_path / "saved")
-        saved = state_of(run)
-    with running(path, **BFLOAT16, seed=99) as run:
-        checkpoints_of(run, alone).load(tmp_path / "saved")
-        assert state_of(run) == saved
-        run.actor.chunks[0].to(torch.float64)
-        with refused(ReshardError, "parameters-moved"):
-            checkpoints_of(run, alone).save(tmp_path / "saved")
 
 
 # -- other layouts, and the other trainer -------------------------------------------------------------
