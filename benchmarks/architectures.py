@@ -29,9 +29,9 @@ from hybrid_engine.tools.plan.cluster_plan import plan_job
 from hybrid_engine.tools.verify import verify
 from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import Verdict
-from tests.hybrid_engine.backends.fsdp import derived_ranks
+from tests.hybrid_engine.backends.fsdp import test_derived_models
 from tests.hybrid_engine.backends.fsdp.test_derived_models import EXCLUDED, TENSOR
-from tests.hybrid_engine.end_to_end import derived_megatron, derived_megatron_verdicts
+from tests.hybrid_engine.end_to_end import test_derived_megatron
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
 from tests.hybrid_engine.tools.verify.matrix import Combination
 from tests.zoo.families import write_config
@@ -58,7 +58,7 @@ class Row:
         architecture: class of transformers.
         trainer: "FSDP2", "Megatron, name table" or "Megatron, by names".
         layout: training layout of two ranks.
-        number: index in `derived_megatron.MODELS`, of a model by names.
+        number: index in `test_derived_megatron.MODELS`, of a model by names.
     """
 
     architecture: str
@@ -88,7 +88,7 @@ def all_rows() -> list[Row]:
             " ".join(_SIZES[key] + str(size) for key, size in model.parallel.items()),
             number,
         )
-        for number, model in enumerate(derived_megatron.MODELS)
+        for number, model in enumerate(test_derived_megatron.MODELS)
         # these run in bfloat16, or with changes of vLLM (test_derived_megatron.py)
         if model.architecture not in EXCLUDED
     ]
@@ -104,7 +104,7 @@ def results(rows: Sequence[Row]) -> Iterator[tuple[Row, Verdict]]:
     """Run rows one after the other, those of one program in few launches."""
     programs: Mapping[str, Any] = {
         "traced": _traced,
-        "FSDP2": lambda rows: _compared(rows, derived_ranks.__name__),
+        "FSDP2": lambda rows: _compared(rows, test_derived_models.__name__),
         "Megatron, name table": lambda rows: _compared(rows, verify.__name__),
         "Megatron, by names": _by_names,
     }
@@ -133,9 +133,7 @@ def _by_names(rows: Sequence[Row]) -> list[Verdict]:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "verdicts.json"
         numbers = [str(row.number) for row in rows]
-        ended = run_ranks(
-            ["-m", derived_megatron_verdicts.__name__, str(out), *numbers], 2, SECONDS
-        )
+        ended = run_ranks(["-m", test_derived_megatron.__name__, str(out), *numbers], 2, SECONDS)
         if ended.status != 0:
             return [Verdict(row.name, error=ended.output) for row in rows]
         return [Verdict(**values) for values in json.loads(out.read_text())]

@@ -21,7 +21,7 @@ from hybrid_engine.models.derived import takes_images
 from hybrid_engine.models.families import TABLES
 from hybrid_engine.models.quantization_configs import block_config
 from tests.hybrid_engine.backends.fsdp.test_derived_models import EXCLUDED
-from tests.hybrid_engine.end_to_end.derived_megatron import MODELS, WITH_TORCHVISION
+from tests.hybrid_engine.end_to_end.test_derived_megatron import MODELS, WITH_TORCHVISION
 from tests.hybrid_engine.models.small_configs import SMALL, VARIANTS, small_config, variant_config
 from tests.hybrid_engine.serving.test_servers import CASES
 from tests.zoo.families import served_config

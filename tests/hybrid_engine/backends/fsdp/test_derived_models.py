@@ -1,19 +1,32 @@
-"""Models by derived tables, switched from FSDP2 to vLLM and compared bitwise."""
+"""Models by derived tables, switched from FSDP2 to vLLM and compared bitwise.
+
+    torchrun ... -m tests.hybrid_engine.backends.fsdp.test_derived_models ...
+
+is `verify` without written name tables, so that every table is derived.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from hybrid_engine.models import TABLES
+from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import Verdict
 from hybrid_engine.tools.verify.verify import run_cases
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
-from tests.hybrid_engine.backends.fsdp import derived_ranks
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
-from tests.zoo.families import served_config, write_config
+from tests.zoo.families import write_config
+
+if TYPE_CHECKING:
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 TENSOR: Values = {"infer_tensor_parallel_size": 2}
 EXPERT: Values = {**TENSOR, "infer_expert_parallel_size": 2}
@@ -54,15 +67,38 @@ def cases_of(layouts: dict[str, Values], directory: Path) -> list[Case]:
 
 
 def verdicts_of(cases: list[Case]) -> list[Verdict]:
-    verdicts = run_cases(cases, 2, module=derived_ranks.__name__)
+    verdicts = run_cases(cases, 2, module=__name__)
     assert {verdict.name: verdict.faults for verdict in verdicts} == {case.name: [] for case in cases}
     return verdicts
+
+
+def elements_of(plan: ReshardPlan) -> dict[str, int]:
+    """Return the elements that a rank moves, by sender and receiver.
+
+    Live parameters of FSDP2 are neighbours in memory, so their transfers are joined.
+    """
+    elements: Counter[str] = Counter()
+    for transfer in plan.transfers():
+        elements[f"{transfer.src_rank} to {transfer.dst_rank}"] += transfer.numel
+    return dict(elements)
+
+
+def look(worker: ActorHybridWorker) -> dict[str, int]:
+    return elements_of(worker.sharding.plan)
+
+
+def planned(cases: Sequence[Case], num_ranks: int) -> list[list[dict[str, int]]]:
+    """Return the elements of each case's plan by rank, without the ranks."""
+    from hybrid_engine.tools.plan.cluster_plan import plan_job
+
+    jobs = [plan_job(case.config(num_ranks), num_ranks) for case in cases]
+    return [[elements_of(job.plan_of(rank)) for rank in range(num_ranks)] for job in jobs]
 
 
 @pytest.mark.engines
 def test_models_without_a_table_switch_bitwise_as_planned(tmp_path: Path, engines: Ranks) -> None:
     cases = cases_of(FEW, tmp_path)
-    (plans,) = engines.launch(derived_ranks.planned, 1, cases, 2)
+    (plans,) = engines.launch(planned, 1, cases, 2)
     for verdict, plan in zip(verdicts_of(cases), plans, strict=True):
         assert verdict.seen == plan, verdict.name
         assert all(plan)
@@ -75,8 +111,8 @@ def test_all_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
     verdicts_of(cases_of(dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR), tmp_path))
 
 
-@pytest.mark.engines
-def test_a_model_with_a_table_switches_bitwise_by_a_derived_one(tmp_path: Path) -> None:
-    config = served_config("qwen3_moe")
-    model = write_config(tmp_path, config)
-    verdicts_of([Case("Qwen3MoeForCausalLM", str(model), {"fsdp": {}}, EXPERT)])
+if __name__ == "__main__":
+    from hybrid_engine.tools.verify import verify
+
+    TABLES.clear()
+    verify.main(*sys.argv[1:], look=look)
