@@ -11,8 +11,8 @@ import pytest
 
 from hybrid_engine import errors
 from tests.harness.interface import constructed
+from tests.harness.launch import REPO_ROOT
 
-REPO_ROOT = Path(__file__).resolve().parents[1]
 KEBAB_CASE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 # Names of `hybrid_engine.errors` that take `code=`; errors that list findings do not.

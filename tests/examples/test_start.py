@@ -11,12 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from examples.gpt_rl import settings
 from examples.gpt_rl.train import run_files
 from tests.harness.launch import REPO_ROOT
 from tests.harness.processes import is_running, wait_until
+from tests.hybrid_engine.tools.programs import run_python
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -39,12 +41,10 @@ def train(out: Path, *options: str) -> list[str]:
     return ["-m", "examples.gpt_rl.train", "--config", str(CONFIG), "--out", str(out), *options]
 
 
-def refusal(out: Path, *options: str, environment: dict[str, str] | None = None) -> str:
+def refusal(out: Path, *options: str, environment: Mapping[str, str] = RANKS | AGENT) -> str:
     """Start a run that is refused; return its output."""
-    variables = {**os.environ, **(RANKS | AGENT if environment is None else environment)}
-    command = [sys.executable, *train(out, *options)]
-    result = subprocess.run(command, cwd=REPO_ROOT, env=variables, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (1, "")
+    result = run_python(*train(out, *options), status=1, timeout=60, **environment)
+    assert result.stderr == ""
     assert all(line.startswith(("rank 0: ", "  - ")) for line in result.stdout.splitlines()), result.stdout
     return result.stdout
 
@@ -90,8 +90,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
 
 def test_signals_request_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
     """SIGTERM prints nothing and may repeat: torchrun sends it when a rank has failed."""
-    result = subprocess.run([sys.executable, "-c", STOPPED_TWICE], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert result.returncode == -signal.SIGINT, result.stderr
+    result = run_python("-c", STOPPED_TWICE, status=-signal.SIGINT)
     first, last = result.stdout.splitlines()
     assert first.startswith("Stopping after this iteration, with a checkpoint")
     assert last == "once more"

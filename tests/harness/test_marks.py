@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import run_python
 
 FAST = "not ranks and not slow"
 
@@ -19,5 +16,5 @@ def test_collecting_the_fast_tests_imports_no_engine() -> None:
         f"import pytest, sys; pytest.main(['--co', '-qq', '-n', '0', '-m', {FAST!r}, 'tests']); "
         "print('imported:', {'megatron', 'vllm', 'peft'} & set(sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300)
+    run = run_python("-c", code, timeout=300)
     assert run.stdout.endswith("imported: set()\n"), run.stdout[-2000:] + run.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import hybrid_engine
+from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import run_python
 
-REPO_ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "hybrid_engine"
 PATCHES = "megatron_patches"
 
@@ -282,8 +282,7 @@ def test_all_but_the_backends_loads_without_megatron_and_vllm() -> None:
             *(f"importlib.import_module({module!r})" for module in WITHOUT_ENGINES),
         ]
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, status=0)
 
 
 def test_ranks_come_from_the_job() -> None:

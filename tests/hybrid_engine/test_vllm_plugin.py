@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.hybrid_engine.tools.programs import run_python
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,9 +60,7 @@ def run(model: Path) -> Callable[[str], dict[str, object]]:
     last."""
 
     def run_code(code: str) -> dict[str, object]:
-        command = [sys.executable, "-c", PRELUDE + code, str(model)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        done = run_python("-c", PRELUDE + code, model, status=0, timeout=300)
         value: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
         return value
 

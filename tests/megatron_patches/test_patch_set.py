@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from megatron_patches import script
 from megatron_patches.__main__ import app, folder
 from megatron_patches.patch import CORE_VERSIONS, release_of
+from tests.harness.launch import REPO_ROOT
 
-PATCHES = Path(__file__).resolve().parents[2] / "patches"
+PATCHES = REPO_ROOT / "patches"
 SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
 HEADER = ("Description", "Origin", "Forwarded", "Author", "Last-Update", "X-Upstream", "X-Remove-When")
 

@@ -31,9 +31,9 @@ from megatron_patches import engines, script
 from megatron_patches.__main__ import folder, run_script
 from megatron_patches.engines import ReshardingOptions, add_arguments
 from megatron_patches.patch import is_applied, patches_of, release_of
+from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
-
-REPO_ROOT = Path(__file__).resolve().parents[2]
+from tests.hybrid_engine.tools.programs import run_python
 
 _FILES = {
     "megatron/training/__init__.py": "from megatron.training.training import pretrain\n",
@@ -195,22 +195,10 @@ def write_tree(directory: Path) -> Path:
     return directory / "pretrain_tiny.py"
 
 
-def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(tree: Path, *arguments: str, status: int) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter in another directory than the tree's."""
     paths = filter(None, (str(REPO_ROOT), os.environ.get("PYTHONPATH", "")))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def last_line(result: subprocess.CompletedProcess[str]) -> Values:
-    """Return the last line of the script's output, parsed as JSON. Fails if the script failed."""
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return run_python(*arguments, status=status, cwd=tree.parents[1], PYTHONPATH=os.pathsep.join(paths))
 
 
 INSTALLED = release_of(megatron.core.__version__)
@@ -279,9 +267,8 @@ def patch_source(tree: Path) -> None:
 
 @pytest.mark.slow  # imports Megatron
 def test_without_the_flag_the_script_runs_as_by_python(tree: Path) -> None:
-    """Runs in a new process, from another directory."""
-    output = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))
-    assert output == {
+    result = python(tree, "-m", "megatron_patches", str(tree), "--train-iters", "3", status=0)
+    assert json.loads(result.stdout.splitlines()[-1]) == {
         "loss": {"loss": 3.0},
         "args": {"train_iters": 3, "exit_at": None, "skipped": [], "load": [0, 0], "iteration": 0, "validated": True}
         | {"builder": False, "global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
@@ -484,8 +471,7 @@ def test_a_refusal_of_the_engine_ends_the_script_before_any_build(tree: Path, is
         patch_source(tree)
     launcher = [] if is_patched else ["-m", "megatron_patches"]
     flags = ["--enable-resharding", "--resharding-engine", "recording_engine:refuse"]
-    result = python(*launcher, str(tree), *flags, cwd=tree.parents[1])
-    assert result.returncode == 1
+    result = python(tree, *launcher, str(tree), *flags, status=1)
     assert "ScriptError: --enable-resharding:\n- this is wrong\n- that is wrong\n" in result.stderr
     assert "Traceback" not in result.stderr
     assert calls(tree) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.offline import bundle, run
+from tests.hybrid_engine.tools.programs import run_python
 
 LIMIT = 2**18 + 40_000
 FACTS = {"python": "{}.{}".format(*sys.version_info), "torch": "2.11"}
@@ -123,9 +124,7 @@ import tests.gpu.conftest, tests.gpu.test_stage1_memory
 def test_stage_1_imports_nothing_of_stage_2() -> None:
     """Packages that torch requires are excepted; they are installed on the other machine."""
     lacking = {name for name, (stage, _) in bundle.read_list().items() if stage != 1} - bundle.with_torch()
-    command = [sys.executable, "-c", WITHOUT_STAGE_2, ",".join(sorted(lacking))]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=bundle.REPOSITORY, timeout=120)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", WITHOUT_STAGE_2, ",".join(sorted(lacking)), status=0)
 
 
 def test_the_list_is_complete_for_the_installed_versions() -> None:

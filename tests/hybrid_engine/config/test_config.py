@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import yaml
 from hybrid_engine.config import FromProgram, HybridConfig, load_config
 from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError
+from tests.hybrid_engine.tools.programs import run_python
 
 MODEL = {
     **{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 32, "head_dim": 8},
@@ -167,7 +166,7 @@ def test_unusable_models_are_refused(home: Path, change: Any) -> None:
 def test_reading_a_configuration_needs_no_engine() -> None:
     heavy = "{'torch', 'megatron', 'vllm', 'transformers'}"
     code = f"import sys, hybrid_engine.config; sys.exit(bool({heavy} & {{*sys.modules}}))"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+    run_python("-c", code, status=0)
 
 
 def test_code_may_be_named_by_programs_but_not_by_files(home: Path) -> None:

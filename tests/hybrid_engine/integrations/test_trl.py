@@ -8,8 +8,6 @@ process that samples and scores.
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -34,6 +32,7 @@ from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.integrations.installed import pretend_version
+from tests.hybrid_engine.tools.programs import run_python
 from tests.zoo.tiny_models import save_model
 from tests.zoo.tokenizers import save_characters
 
@@ -282,8 +281,7 @@ def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, t
 @with_trl
 @pytest.mark.long
 def test_the_example_says_that_it_uses_the_engine_and_learns() -> None:
-    command = [sys.executable, "examples/trl_sums.py"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout
+    output = run_python("examples/trl_sums.py", status=0, timeout=400).stdout
     assert "[Reshard] direction=train->infer" in output
     first, *_, last = output.split()[-10:]
     assert float(first) < 0.6

@@ -12,23 +12,27 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.tools.cli import app
+from tests.harness.launch import REPO_ROOT
 
-REPO_ROOT = Path(__file__).resolve().parents[3]
 STALE = "model.layers.1.input_layernorm.weight"
 """The tensor that `skip_a_tensor` leaves unchanged."""
 
 
 def run_python(
-    *arguments: object, status: int | None = None, timeout: float | None = 120, **environment: str
+    *arguments: object,
+    status: int | None = None,
+    timeout: float | None = 120,
+    cwd: Path = REPO_ROOT,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a new interpreter in the repository; return its output as text.
+    """Run a new interpreter, by default in the repository; return its output as text.
 
     `status`: exit status with which it must end.
     """
     command = [sys.executable, *map(str, arguments)]
     variables = {**os.environ, **environment}
-    ended = subprocess.run(command, cwd=REPO_ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
-    assert status in (None, ended.returncode), ended.stderr
+    ended = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout)
+    assert status in (None, ended.returncode), ended.stdout + ended.stderr
     return ended
 
 

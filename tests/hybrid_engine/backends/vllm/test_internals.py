@@ -9,8 +9,6 @@ import ast
 import gc
 import importlib
 import inspect
-import subprocess
-import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +24,7 @@ from hybrid_engine.backends.vllm.private_names import Internal, Replacement
 from hybrid_engine.backends.vllm.version import ACCEPTED_VERSIONS, TESTED_VERSION, require_vllm
 from hybrid_engine.errors import DependencyError, StateError
 from tests.harness.errors import refused
+from tests.hybrid_engine.tools.programs import run_python
 
 PACKAGE = Path(inspect.getfile(internals)).parent
 
@@ -125,7 +124,7 @@ def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
         "missing = [*missing_names('cuda')]; "
         "print(early, missing, [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')])"
     )
-    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    result = run_python("-c", program, status=0)
     assert result.stdout.splitlines()[-1] == "False [] []"
 
 

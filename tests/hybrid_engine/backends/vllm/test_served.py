@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +22,11 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.invitation import DrawnWith
 from tests.harness.errors import violated
+from tests.harness.launch import REPO_ROOT
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
-MODEL = Path(__file__).resolve().parents[4] / "examples" / "gpt_rl" / "model"
+MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
 LONGEST = 20
 PROMPTS = [[3, 4, 5], [3, 4]]
 WEIGHTS = DrawnWith(job="trainers", version=3)
