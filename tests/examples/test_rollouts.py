@@ -45,10 +45,10 @@ def _answer(prompt: Sequence[int], number: int) -> Completion:
     return Completion(token_ids, tuple(-0.5 * (index + 1) for index in range(len(token_ids))), "stop")
 
 
-def _rollouts(num_consumed: int = 0, num_samples: int = 36, **more: Any) -> tuple[Rollouts, list[Any]]:
+def _rollouts(num_consumed: int = 0, **more: Any) -> tuple[Rollouts, list[Any]]:
     reports: list[Any] = []
     score = more.get("score")
-    return Rollouts(SETTINGS, num_samples, num_consumed, score, lambda *report: reports.append(report)), reports
+    return Rollouts(SETTINGS, 36, num_consumed, score, lambda *report: reports.append(report)), reports
 
 
 def test_only_samples_of_the_next_steps_are_drawn() -> None:

@@ -37,8 +37,6 @@ _SLOW = (
     # These start programs, plot, plan whole jobs, or step through hostile files or a switch.
     "examples/test_report.py",
     "examples/test_start.py",
-    "examples/test_stopping.py",
-    "hybrid_engine/backends/huggingface/test_publishing.py",
     "hybrid_engine/tools/cli/test_plan_command.py",
     "hybrid_engine/files/test_documents.py",
     "hybrid_engine/planning/test_one_planner.py",

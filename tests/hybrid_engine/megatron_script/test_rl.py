@@ -29,7 +29,15 @@ from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.errors import has_violation
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.megatron_script.test_runs import CHECKOUT, DENSE, EXPERTS, ON_CPU, PYTHON_PATHS, Scripts
+from tests.hybrid_engine.megatron_script.test_runs import (
+    CHECKOUT,
+    DENSE,
+    EXPERTS,
+    ON_CPU,
+    PYTHON_PATHS,
+    Scripts,
+    lines,
+)
 from tests.zoo.tokenizers import save_characters
 
 HAS_RL_LOOP = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
@@ -173,10 +181,6 @@ def runs(start: Starts) -> Runs:
         return directory
 
     return run
-
-
-def lines(path: Path) -> list[Values]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def for_all_cases(test: Callable[..., None]) -> Callable[..., None]:
