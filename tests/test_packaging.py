@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -17,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 import hybrid_engine
 from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.tools.programs import run_python
 
 PYPROJECT = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
@@ -117,20 +115,15 @@ def test_the_citation_has_the_projects_name_and_license() -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a wheel of this checkout and unpack it elsewhere."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", str(REPO_ROOT), "--no-deps", "--no-build-isolation", "-q"]
-    built = subprocess.run([*command, "-w", str(folder)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    options = ("--no-deps", "--no-build-isolation", "-q", "-w", folder)
+    run_python("-m", "pip", "wheel", REPO_ROOT, *options, status=0, timeout=None)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "installed")
     return folder / "installed"
 
 
 def run_installed(installed: Path, directory: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-P", *arguments]
-    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run_python("-P", *arguments, status=0, cwd=directory, PYTHONPATH=str(installed)).stdout
 
 
 @pytest.mark.slow
