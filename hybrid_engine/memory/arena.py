@@ -23,13 +23,7 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.host_pages import (
-    libc,
-    map_memory,
-    raise_errno,
-    round_up,
-    tensor_over,
-)
+from hybrid_engine.memory.host_pages import libc, map_memory, raise_errno, round_up, tensor_over
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -40,17 +40,9 @@ from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
-from hybrid_engine.switch.report import (
-    SLOWEST_RADIX,
-    ReshardReport,
-    costs_of_all,
-)
+from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, costs_of_all
 from hybrid_engine.switch.setup import Connection, RankPlan, connect
-from hybrid_engine.switch.states import (
-    State,
-    Switch,
-    resident_kinds,
-)
+from hybrid_engine.switch.states import State, Switch, resident_kinds
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.tracing import timeline_of
 from hybrid_engine.transports.copies import FlatBuffers
