@@ -60,13 +60,11 @@ def start(
     *options: str,
     num_ranks: int = 2,
     modules: Path | None = None,
-    terminal: int | None = None,
 ) -> subprocess.Popen[str]:
     """Start a run.
 
     Args:
         modules: directory of modules that take precedence over the repository and the environment.
-        terminal: descriptor for its output; default: a pipe.
     """
     launcher = [sys.executable, "-m", "hybrid_engine", "run", "--nproc-per-node", str(num_ranks)]
     python_path = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
@@ -74,7 +72,7 @@ def start(
         [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(python_path)},
         cwd=REPO_ROOT,
-        stdout=subprocess.PIPE if terminal is None else terminal,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -108,10 +106,10 @@ class Terminal:
                 return
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
-    """Wait for the end and return the output; kill all processes after `timeout` seconds."""
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the end and return the output; kill all processes after 200 s."""
     try:
-        return process.communicate(timeout=timeout)[0]
+        return process.communicate(timeout=200)[0]
     finally:
         if process.poll() is None:
             kill_tree(process)

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_train import RESULTS
 from tests.faults.job import Fault, Job
 from tests.faults.running import Outcome
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
+RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
+"""Columns that must not depend on time or on interruptions."""
 STEP = "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step"  # 5 in the warm-up, 2 per iteration
 FILL = "hybrid_engine.switch.weight_container:WeightContainer.fill"
 GENERATE = "hybrid_engine.backends.vllm.engine:InferenceEngine._run"
