@@ -215,9 +215,12 @@ def shared(late: Sequence[Kind] = ()) -> None:
     stream = torch.cuda.Stream()
     drawn = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     with (
-        loading("MEM_ALLOCATOR", lambda: SimpleNamespace(pointer_to_data={address: data})),
-        loading("CREATE_AND_MAP", lambda handle: pool.segments[handle[2]].wake()),
-        loading("UNMAP_AND_RELEASE", lambda handle: pool.segments[handle[2]].sleep()),
+        mock.patch.multiple(
+            internals,
+            MEM_ALLOCATOR=lambda: SimpleNamespace(pointer_to_data={address: data}),
+            CREATE_AND_MAP=loading(lambda handle: pool.segments[handle[2]].wake()),
+            UNMAP_AND_RELEASE=loading(lambda handle: pool.segments[handle[2]].sleep()),
+        ),
     ):
         sleep_mode.free_kv_cache()
         assert state.offloader.offload(late=late) > 0
@@ -237,9 +240,9 @@ def shared(late: Sequence[Kind] = ()) -> None:
     driver.unreserve(address, nbytes)
 
 
-def loading(name: str, value: object) -> AbstractContextManager[object]:
-    """Let a private name of vLLM be this value."""
-    return mock.patch.object(internals, name, SimpleNamespace(load=lambda: value))
+def loading(function: Callable[..., None]) -> SimpleNamespace:
+    """Return a private name of vLLM that is this function."""
+    return SimpleNamespace(load=lambda: function)
 
 
 # -- vLLM's steps
