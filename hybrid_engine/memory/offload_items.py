@@ -494,13 +494,15 @@ Saved = Mapping[tuple[int, int], SavedContents]
 """`Storage.identity` -> contents that were the same on the device and in the arena."""
 
 
-def lay_out(placed: Iterable[Storage], saved: Saved, new: Iterable[Storage]) -> None:
+def lay_out(placed: Iterable[Storage], saved: Saved, new: Collection[Storage]) -> None:
     """Assign every new copied storage its previous place in the arena, or one after all others.
 
     One that still has its saved contents counts as saved.
     """
     offsets = {of.identity: of.arena_offset for of in placed if of.action == "copy"}
-    offsets |= {identity: contents.offset for identity, contents in saved.items()}
+    # Of saved storages that are gone the places are free again.
+    kept = saved.keys() & {of.identity for of in new}
+    offsets |= {identity: saved[identity].offset for identity in kept}
     end = max((offset + nbytes for (_, nbytes), offset in offsets.items()), default=0)
     for storage in new:
         if storage.action == "copy":

@@ -241,6 +241,17 @@ def test_a_writable_onload_or_another_inventory_is_copied_back():
     assert all(map(torch.equal, flats, expected))
 
 
+def test_places_of_storages_that_are_gone_are_reused():
+    flats = [filled(PAGE)]
+    offloader = Offloader(Items(lambda: [OffloadItem("flat", "param", *flats)]))
+    for seed in range(3):
+        flats[0] = filled(PAGE, seed=seed)
+        offloader.offload()
+        offloader.onload({"param"}, read_only=True)
+    assert torch.equal(flats[0], filled(PAGE, seed=seed))
+    assert offloader._arenas["param"].nbytes == flats[0].nbytes
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "after"),
     [
