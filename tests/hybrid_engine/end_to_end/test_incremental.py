@@ -89,7 +89,7 @@ def test_changes_of_fsdp2_are_sent(path: Path) -> None:
     none, of_kept = roll_out()
     assert none.bytes_own + none.bytes_received == 0
     assert none.bytes_skipped == first.bytes_own + first.bytes_received
-    _, of_sent_again = roll_out(engine.sharding._forget_sent)
+    _, of_sent_again = roll_out(engine.sharding._of_rank.incremental.forget)
     for logprobs in (of_kept, of_sent_again):
         assert all(map(torch.equal, of_sent, logprobs))
     roll_out(write_unseen)
