@@ -169,17 +169,18 @@ class WeightPublisher(Switch):
         # Previous ones too: a server that leaves a job still reads its store.
         self._rendezvous: list[Rendezvous] = []
         self._servers: list[VllmServer] = []
+        timeout = config.timeout_seconds
         with job.agreement.phase("looking at the servers"):
             require_ports(config.server_ports)
             require_servers(servers, address, self.job.hosts)
             if address is not None:
                 require_address(address, allow_public=allow_public)
             if job.rank == 0:
-                timeout = config.timeout_seconds
-                require_none(silent_servers(servers, timeout, allow_public=allow_public))
                 self._servers = [
                     server_of(server, timeout, allow_public=allow_public) for server in servers
                 ]
+        silent = silent_servers(self._servers, timeout)
+        self._call_servers("asking the servers", lambda: require_none(silent))
         # The name identifies the first process to a user who reads it in an error.
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         self._job_name = job.agreement.gather(name, str, "naming the job of the servers")[0]

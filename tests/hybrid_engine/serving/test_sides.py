@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -129,6 +131,18 @@ def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch
 def test_invalid_servers_are_refused(job: Job, servers: Any, key: str, code: str) -> None:
     with violated(ConfigError, (key, code)):
         publisher_of(job, *servers)
+
+
+def test_ranks_wait_longer_for_servers_than_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(NoWorkers, "num_workers", lambda _: time.sleep(3))
+
+    def publish(rank: int) -> None:
+        with closing(Job.join(2, world=World(store, rank, 2), device=CPU)) as job:
+            publisher_of(job, NoWorkers())
+
+    with ThreadPoolExecutor() as ranks:
+        list(ranks.map(publish, range(2)))
 
 
 def test_a_model_is_not_taken_for_its_trainer(job: Job) -> None:
