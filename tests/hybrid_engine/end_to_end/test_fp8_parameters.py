@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import hybrid_engine
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import violations_of
@@ -170,51 +169,95 @@ def transposes(model: Any) -> list[torch.Tensor]:
     return [copy for copy in copies if copy is not None]
 
 
-def canonical(engine: Any, model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the whole elements of each weight on every rank, and the scale of each of them.
+def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the whole elements of each weight on every rank, and the scale of each of them; no engine is asked.
 
     Without a method, and of weights that vLLM leaves unquantised, returns dequantised weights, and no scales.
     """
+    from megatron.core.utils import unwrap_model
+
     from tests.zoo.made_up_fp8 import QuantizedTensor
 
-    def whole(read: Callable[[QuantizedTensor], torch.Tensor], others: float = 1.0) -> TensorDict:
-        return whole_values(
-            engine, model, lambda weight: read(weight) if isinstance(weight, QuantizedTensor) else others * weight
-        )
-
-    weights = {name: (tensor.bfloat16(), None) for name, tensor in whole(QuantizedTensor.dequantize).items()}
-    if not method:
-        return weights
-    elements = whole(QuantizedTensor.elements)
-    scales = whole(QuantizedTensor.scales, others=torch.nan)
-    return weights | {
-        name: (elements[name].to(torch.float8_e4m3fn), tensor)
-        for name, tensor in scales.items()
-        if not name.startswith(KEPT) and not tensor.isnan().any()
+    whole = {}
+    of_ranks = [None] * dist.get_world_size()
+    for name, parameter in unwrap_model(model).named_parameters():
+        stored = parameter.detach()
+        for kept in (False, True):
+            parts = [stored.dequantize() if isinstance(stored, QuantizedTensor) else stored, None]
+            if isinstance(stored, QuantizedTensor) and method and not kept:
+                parts = [stored.elements().view(torch.uint8), stored.scales().contiguous()]
+            gathered = [None if part is None else _gathered(part) for part in parts]
+            for key, (tensor, of_scales) in _split(name, *gathered).items():
+                if kept == key.startswith(KEPT):
+                    whole[key] = (tensor, of_scales)
+    dist.all_gather_object(of_ranks, whole)  # experts of other ranks
+    return {
+        key: (tensor.view(torch.float8_e4m3fn) if tensor.dtype is torch.uint8 else tensor, of_scales)
+        for of_rank in of_ranks
+        for key, (tensor, of_scales) in of_rank.items()
     }
 
 
-def whole_values(engine: Any, model: Any, read: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
-    """Return the tensors of a checkpoint of `read(weight)` for all weights, on every rank.
+def _gathered(part: torch.Tensor) -> list[torch.Tensor]:
+    from megatron.core import parallel_state
 
-    For that time the model has other parameters.
-    """
-    from megatron.core.utils import unwrap_model
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
 
-    from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-    from hybrid_engine.backends.megatron.model_tensors import ModelTensors
-    from tests.zoo.megatron_models import whole_weights
 
-    before = [(module, dict(module._parameters)) for module in model.modules()]
-    for module, parameters in before:
-        for name, parameter in parameters.items():
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(read(parameter.detach()).float())
-    table = table_for(engine.config.hf_config())
-    values = whole_weights(MegatronAdaptor(ModelTensors([unwrap_model(model)], table)))
-    for module, parameters in before:
-        module._parameters.update(parameters)
-    return values
+def _split(
+    name: str, tensors: list[torch.Tensor], scales: list[torch.Tensor] | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the tensors of a checkpoint in a parameter, given its parts on both ranks."""
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+    }
+    _, _, of_layer = name.partition("decoder.layers.")
+    number, _, inner = of_layer.partition(".")
+    prefix = f"model.layers.{number}."
+    if inner.startswith("mlp.experts."):
+        *_, expert, layer, _ = inner.split(".")
+        prefix += f"mlp.experts.{2 * dist.get_rank() + int(expert)}."
+        inner = f"mlp.{layer}.weight"
+    pieces = {}
+    for parts in (tensors, scales):
+        for key, tensor in _pieces(inner or name, parts).items():
+            target = names.get(key, key)
+            if ".experts." in prefix:
+                target = target.removeprefix("mlp.")
+            pieces.setdefault(prefix + target if of_layer else target, []).append(tensor)
+    return {key: (values[0], values[1] if scales is not None else None) for key, values in pieces.items()}
+
+
+def _pieces(name: str, parts: list[torch.Tensor] | None) -> TensorDict:
+    if parts is None:
+        return {}
+    if name == "self_attention.linear_qkv.weight":
+        # Two groups, each with two heads of queries, one of keys, and one of values.
+        groups = [group for part in parts for group in part.chunk(2 // len(parts))]
+        split = [group.split([256, 128, 128]) for group in groups]
+        keys = (f"self_attn.{letter}_proj.weight" for letter in "qkv")
+    elif name == "mlp.linear_fc1.weight":
+        split = [part.chunk(2) for part in parts]
+        keys = (f"mlp.{half}_proj.weight" for half in ("gate", "up"))
+    elif name in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
+        return {name: torch.cat(parts, 1)}
+    elif parts[0].dim() == 1:
+        return {name: parts[0]}
+    else:
+        return {name: torch.cat(parts)[:130]}
+    return {key: torch.cat(of_ranks) for key, of_ranks in zip(keys, zip(*split, strict=True), strict=True)}
 
 
 def scratch_of(engine: Any) -> dict[str, int]:
@@ -280,8 +323,8 @@ def test_vllm_holds_the_elements_and_scales_of_training(tmp_path: Path, case: st
         for number in range(2):
             with engine.train_context():
                 losses.append(step(model, optimizer, number))
-                tensors = canonical(engine, model, method)
-                weights = {name: tensor for name, (tensor, _) in canonical(engine, model, "").items()}
+                tensors = canonical(model, method)
+                weights = {name: tensor for name, (tensor, _) in canonical(model, "").items()}
                 engine.save_hf_checkpoint(str(tmp_path / "saved"))
                 saved = read_canonical(tmp_path / "saved")
             assert [name for name in weights if not same_bits(saved[name], weights[name])] == []
@@ -299,12 +342,12 @@ def test_vllm_holds_the_elements_and_scales_of_training(tmp_path: Path, case: st
         assert losses[0] != losses[1]
         with engine.train_context():
             step(model, optimizer, 2)
-            before = canonical(engine, model, "")
+            before = canonical(model, "")
             engine.save_hf_checkpoint(str(tmp_path / "saved"))
             step(model, optimizer, 3)
             engine.load_hf_checkpoint(str(tmp_path / "saved"))
             # Values that are dequantised are quantised to themselves.
-            after = canonical(engine, model, "")
+            after = canonical(model, "")
         assert [name for name, (tensor, _) in after.items() if not torch.equal(tensor, before[name][0])] == []
         engine.shutdown()
 
@@ -357,7 +400,7 @@ def test_experts_are_sent_as_they_are(experts: Path) -> None:
         for number in range(2):
             with worker.train_context():
                 worker.update(workers.batch(seed=number), workers.cross_entropy)
-                tensors = canonical(worker, worker.train.chunks[0], "fp8")
+                tensors = canonical(worker.train.chunks[0], "fp8")
             parameters = switch(worker)
             worker.generate(PROMPTS.tolist(), GREEDY)
             check_published(worker, experts / "published", checkpoint(tensors, "fp8"), parameters)
