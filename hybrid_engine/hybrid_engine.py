@@ -232,7 +232,8 @@ class HybridEngine:
 
         `print` itself is called on rank 0 alone.
         """
-        return hook if hook is print and self.job.rank else self.sharding.on_reshard_end(hook)
+        register = self.sharding.on_reshard_end
+        return hook if hook is print and self.job.rank else register(hook)
 
     def generate(
         self,

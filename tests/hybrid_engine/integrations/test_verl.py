@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -27,6 +28,7 @@ from hybrid_engine.errors import ConfigError, DependencyError, StateError
 from hybrid_engine.integrations import require_tested
 from tests.harness.errors import has_code, has_violation, has_violations, refused
 from tests.harness.launch import REPO_ROOT
+from tests.harness.values import Values
 from tests.harness.vllm_server import ENVIRONMENT, FILLED, PLAIN, serving
 from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.zoo.tiny_models import save_model
@@ -70,6 +72,18 @@ def ours() -> Any:
 # -- runs ------------------------------------------------------------------------------------------
 
 
+def environment(stand_ins: str) -> dict[str, str]:
+    """Return the environment of a program that runs verl on this machine."""
+    paths = [str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **{**os.environ, **ENVIRONMENT, "RAY_memory_monitor_refresh_ms": "0"},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": stand_ins,
+        "VERL_ENGINE_VENDOR": "hybrid_engine",
+    }
+
+
 @with_verl
 @pytest.mark.long
 @pytest.mark.engines
@@ -88,13 +102,7 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, buil
     out = tmp_path / "out.json"
     save_model(model, "qwen3", head_dim=32, max_position_embeddings=128)
     save_characters(model)
-    settings = {
-        **{**os.environ, **ENVIRONMENT, "RAY_memory_monitor_refresh_ms": "0"},
-        "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "tests.hybrid_engine.integrations.verl_on_cpu",
-        "VERL_ENGINE_VENDOR": "hybrid_engine",
-    }
+    settings = environment("tests.hybrid_engine.integrations.verl_on_cpu")
     with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
         command = [sys.executable, "-m", "tests.hybrid_engine.integrations.verl_run"]
         command += [str(model), server.url, str(out), mode, builder]
@@ -122,6 +130,106 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, buil
     assert results["weights"] == (
         {"weight_version": str(NUM_UPDATES - 1)} if keeps_weights else {"weight_version": "none"}
     )
+
+
+NUM_TOKENS = 4
+
+
+def share_of_digits(solution_str: str, **_: Any) -> float:
+    """Return the reward of a text; verl imports this function by its path."""
+    return sum(map(str.isdigit, solution_str)) / NUM_TOKENS
+
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+TRAINER: Values = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_batch_size": 16,
+    "data.max_prompt_length": 8,
+    "data.max_response_length": NUM_TOKENS,
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    f"{ACTOR}.strategy": "fsdp2",
+    f"{ACTOR}.optim.lr": 1e-2,
+    f"{ACTOR}.ppo_mini_batch_size": 16,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 64,
+    f"{ACTOR}.use_torch_compile": False,
+    f"{ACTOR}.fsdp_config.use_torch_compile": False,
+    f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp32",
+    f"{ROLLOUT}.name": "vllm",
+    f"{ROLLOUT}.n": 4,
+    f"{ROLLOUT}.dtype": "float32",
+    f"{ROLLOUT}.tensor_model_parallel_size": 1,
+    f"{ROLLOUT}.max_model_len": 32,
+    f"{ROLLOUT}.enforce_eager": True,
+    f"{ROLLOUT}.free_cache_engine": False,
+    f"+{ROLLOUT}.enable_sleep_mode": False,
+    f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes": 1 << 26,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 64,
+    f"{ROLLOUT}.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "reward.custom_reward_function.path": __file__,
+    "reward.custom_reward_function.name": share_of_digits.__name__,
+    "trainer.logger": "console",
+    "trainer.n_gpus_per_node": 1,
+    "trainer.device": "cpu",
+    "trainer.total_training_steps": 6,
+    "trainer.val_before_train": False,
+    "trainer.resume_mode": "disable",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "ray_kwargs.ray_init.num_cpus": 16,
+    "+ray_kwargs.ray_init.num_gpus": 1,
+    "+ray_kwargs.ray_init.include_dashboard": False,
+}
+"""Settings of verl's trainer for a machine whose CPU counts as a GPU for Ray."""
+WITH_ENGINE: Values = {
+    f"{ROLLOUT}.load_format": "hybrid_engine",
+    f"+{ROLLOUT}.engine_kwargs.vllm.weight_transfer_config.backend": "hybrid_engine",
+    f"{ROLLOUT}.checkpoint_engine.backend": "hybrid_engine",
+    f"+{ROLLOUT}.checkpoint_engine.engine_kwargs.hybrid_engine.verify": "full",
+}
+"""Settings that docs/frameworks.md adds."""
+
+
+@with_verl
+@pytest.mark.long
+@pytest.mark.engines
+def test_verls_trainer_learns_with_its_own_server(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="pip install pandas")
+    save_model(tmp_path / "model", "llama", head_dim=32, max_position_embeddings=128)
+    save_characters(tmp_path / "model")
+    rows = [
+        {
+            "data_source": "letters",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        for index, text in enumerate("abcdefghijklmnop" * 8)
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    files = {"data.train_files": tmp_path / "rows.parquet", "data.val_files": tmp_path / "rows.parquet"}
+    settings = {**TRAINER, **WITH_ENGINE, **files, "actor_rollout_ref.model.path": tmp_path / "model"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())],
+        env={
+            **environment("tests.hybrid_engine.integrations.verl_trainer_on_cpu"),
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_SERVER_DEV_MODE": "1",
+        },
+        cwd=tmp_path,
+        timeout=550,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert "[Reshard] direction=train->infer version=0 " in ended.stdout
+    rewards = [float(value) for value in re.findall(r"critic/rewards/mean:([\d.]+)", ended.stdout)]
+    assert len(rewards) == 6
+    assert rewards[-1] > rewards[0] + 0.1
+    differences = re.findall(r"rollout_probs_diff_max:([\d.e-]+)", ended.stdout)
+    assert max(map(float, differences)) < CLOSE
 
 
 # -- contracts -------------------------------------------------------------------------------------
