@@ -47,7 +47,8 @@ class CopiesToHost(Copier):
 
     def __init__(self, offloader: Offloader) -> None:
         """Make the copies of an offloader."""
-        super().__init__()
+        # The offloader's arenas wait for these streams before they free memory.
+        self._streams = offloader._copier._streams
         self.nbytes = 0
         offloader._copier = self
 
