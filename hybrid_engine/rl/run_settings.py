@@ -56,8 +56,8 @@ SECTION = "run"
 _ALGORITHMS: Mapping[str, Any] = {"grpo": GrpoConfig, "ppo": PpoConfig}
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> name of its reader in datasets."""
-_PARTS = {"subset", "split"}
-"""Keys that name a part of a data set on the Hub."""
+_WHOLE = {"subset": None, "split": "train"}
+"""Keys that name a part of a data set on the Hub -> value that names no part."""
 
 
 class DataConfig(Section):
@@ -296,7 +296,7 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     }
     key = f"{SECTION}.data.source" if is_training else f"{SECTION}.evaluation.source"
     if Path(data.source).suffix in _BUILDERS:
-        parts = [f"{SECTION}.data.{name}" for name in _PARTS & data.model_fields_set]
+        parts = [f"{SECTION}.data.{name}" for name in _WHOLE if getattr(data, name) != _WHOLE[name]]
         problem = f"names a part of a data set, but {SECTION}.data.source is a file"
         require_none(
             Violation(part, problem, "Leave it out, or name a file", code="part-of-a-file")

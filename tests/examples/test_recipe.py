@@ -47,7 +47,8 @@ def test_the_run_asks_for_the_number_after_four_hashes(model: Path, tmp_path: Pa
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1 + 1?", "answer": "so\n#### 2"}))
     overrides = [f"{key}={rows}" for key in ("run.data.source", "run.evaluation.source")]
-    settings = RunSettings.read(RECIPE, [f"model={model}", "random_weights=true", *overrides], 8)
+    overrides += ["run.data.subset=null", f"model={model}", "random_weights=true"]
+    settings = RunSettings.read(RECIPE, overrides, 8)
     (prompt,) = settings.prompts
     assert prompt["prompt"][0]["content"].startswith("1 + 1?\nThink")
     texts = {"so\n#### 2": 1.0, "#### 3": 0.0, "two": 0.0}
