@@ -44,7 +44,10 @@ _BRING_WEIGHTS = frozenset(
 )
 _READ_WEIGHTS = frozenset({"compute_weight_checksums", "get_model_inspection"})
 _BAN_TOKENS = "monkey_patch_model"
-"""Method of verl's workers, which changes no weights; verl calls it before there are any."""
+"""Method of verl's workers, which keeps vLLM from drawing ids that the tokenizer does not have.
+
+It is left out: vLLM draws from the distribution that the trainer computes, and is compared with.
+"""
 _TRAINERS_OWN_MEMORY = (
     "weights of this server, and their memory, come and go with its trainers' switches: pause the "
     "server, or sleep at level 0"
@@ -118,6 +121,8 @@ def _call_workers(
     if not hasattr(core, "_begins_without_weights"):
         # vLLM's own call during the core's construction.
         return call(method, timeout, args, kwargs)
+    if method == _BAN_TOKENS:
+        return []
     if method == "hybrid_engine_describe":
         return [probing.describe(core)]
     if method == "hybrid_engine_probe":
@@ -128,7 +133,7 @@ def _call_workers(
         _require_rest(core)
         # Requests may have run since the trainers paused the server.
         core._reset_caches()
-    if method not in _BRING_WEIGHTS and method != _BAN_TOKENS:
+    if method not in _BRING_WEIGHTS:
         # A request over HTTP cannot carry a function, so these come from the engine's own program.
         is_apply_model = method == "apply_model" and bool(args) and callable(args[0])
         is_function = callable(method) or is_apply_model
