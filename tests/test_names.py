@@ -38,7 +38,7 @@ ELSEWHERE = {
     "TRL, options": "eval_on_start",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode",
     "verl": "algorithm.norm_adv_by_std_in_grpo",
-    "verl, too": "data.train_batch_size rollout.multi_turn save_freq train_batch_size",
+    "verl, too": "rollout.multi_turn save_freq",
     "verl's trainer": "trainer.test_freq",
     "NeMo-RL": "nccl_reshard",
     "Megatron-Bridge": "get_conversion_tasks",
