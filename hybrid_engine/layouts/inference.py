@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hybrid_engine.errors import (
-    require_none,
-)
+from hybrid_engine.errors import require_none
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
 from hybrid_engine.layouts.size_rules import violations

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.errors import (
-    require_none,
-)
+from hybrid_engine.errors import require_none
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.size_rules import violations

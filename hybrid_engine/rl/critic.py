@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.errors import (
-    require_none,
-)
+from hybrid_engine.errors import require_none
 from hybrid_engine.ports import Figures
 from hybrid_engine.rl import losses
 from hybrid_engine.rl.config import PpoConfig

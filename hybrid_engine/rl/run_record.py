@@ -10,9 +10,7 @@ from functools import partial
 
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import (
-    require_none,
-)
+from hybrid_engine.errors import require_none
 from hybrid_engine.files.durable import naming
 from hybrid_engine.files.model_files import companions_digest
 from hybrid_engine.ranks.job import Job

@@ -40,7 +40,7 @@ _MAX_BODY_NBYTES = 1 << 20
 _OF_THE_CORE = re.compile(r"Call to \w+ method failed: ")
 """Prefix that vLLM adds to errors of calls of its engine core."""
 _Scope = Mapping[str, Any]
-"""What ASGI tells of a connection."""
+"""Description of a connection, as ASGI has it."""
 _Receive = Callable[[], Any]
 _Send = Callable[[Mapping[str, Any]], Any]
 _patches = ExitStack()
