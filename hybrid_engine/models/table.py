@@ -152,6 +152,10 @@ class Extras:
     experts_per_group_score: int | None = None
 
 
+Head = Literal["vocabulary", "value"]
+"""Output of a model for each token."""
+
+
 @dataclass(frozen=True)
 class ModelTable:
     """The name table of one model: rules, sizes, and the canonical tensors of its checkpoint.
@@ -198,7 +202,7 @@ class ModelTable:
     unserved: tuple[str, ...] = ()
     serving: Serving = field(default_factory=Serving)
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    head: Literal["vocabulary", "value"] = "vocabulary"
+    head: Head = "vocabulary"
     may_be_new: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()

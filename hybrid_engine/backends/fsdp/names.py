@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +33,7 @@ from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError
 from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
 from hybrid_engine.models.families import architecture_of
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.table import Head, ModelTable
 from hybrid_engine.ranks.torch_internals import Tensors, TorchDispatchMode, storage_id
 from hybrid_engine.records.regions import StridedView
 
@@ -426,7 +426,7 @@ def packed_model_of(directory: Path, table: ModelTable) -> PackedModel:
 
 def model_of_config(
     directory: Path,
-    head: Literal["vocabulary", "value"] = "vocabulary",
+    head: Head = "vocabulary",
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Build the model that a config.json describes, on the meta device.

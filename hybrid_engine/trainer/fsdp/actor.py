@@ -14,7 +14,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from hybrid_engine.errors import (
     require_none,
 )
 from hybrid_engine.models.lora_tensors import ActorLora
-from hybrid_engine.models.table import VALUE_HEAD, ModelTable, value_table
+from hybrid_engine.models.table import VALUE_HEAD, Head, ModelTable, value_table
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.groups import end_groups
 from hybrid_engine.ranks.job import Job
@@ -50,7 +50,6 @@ class FsdpActor:
     Attributes:
         engine: steps and scores; `engine.model` has the weights and the state.
         checkpoints: of the training state.
-        table: the model's name table.
         frozen_copy: copies the current weights, adapters merged, into a model for scoring. Without
             a copy it returns an engine of the same model without its adapters, if they add nothing
             yet. Collective.
@@ -59,7 +58,6 @@ class FsdpActor:
 
     engine: FsdpTrainEngine
     checkpoints: TrainingCheckpoints
-    table: ModelTable
     frozen_copy: Callable[[], FsdpTrainEngine]
     lora: ActorLora | None
 
@@ -138,7 +136,7 @@ def build_actor(
         return copy
 
     checkpoints = TrainingCheckpoints(FsdpState(engine, job), job, owner)
-    return FsdpActor(engine, checkpoints, table, frozen_copy, engine.model.weights.lora)
+    return FsdpActor(engine, checkpoints, frozen_copy, engine.model.weights.lora)
 
 
 def _fsdp_config(config: HybridConfig) -> FsdpConfig:
@@ -150,7 +148,7 @@ def build_sharded_model(
     config: HybridConfig,
     mesh: DeviceMesh,
     device: torch.device,
-    head: Literal["vocabulary", "value"] = "vocabulary",
+    head: Head = "vocabulary",
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
 

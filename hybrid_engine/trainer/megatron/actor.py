@@ -101,12 +101,10 @@ class CriticParts:
     Attributes:
         engine: steps and values.
         checkpoints: of the training state.
-        table: name table of the critic's model.
     """
 
     engine: ValueEngine
     checkpoints: TrainingCheckpoints
-    table: ModelTable
 
     def copy_decoder_from(self, actor: Trainer) -> None:
         """Copy an actor's current weights with LoRA merged, except the head. Collective."""
@@ -132,5 +130,4 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
     return CriticParts(
         engine,
         TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
-        critic.table,
     )

@@ -245,7 +245,8 @@ class ValueModel(AuxiliaryModel):
                 self._parts = build_with_fsdp(worker.config, job, worker.ends)
         self.engine = self._parts.engine
         if loads:
-            load_pretrained(model, self.engine.model.weights.base, self._parts.table, job, key=key)
+            weights = self.engine.model.weights
+            load_pretrained(model, weights.base, weights.table, job, key=key)
             with job.agreement.phase("copying the critic's weights for the optimizer"):
                 self.engine.model.reload_main_params()
 
@@ -346,9 +347,8 @@ class ValueModel(AuxiliaryModel):
         not read. Errors as in `ActorHybridWorker.load_hf_checkpoint`.
         """
         self.require(ALL)
-        load_hf_checkpoint(
-            path, self.engine.model.weights.base, self._parts.table, self._worker.job
-        )
+        weights = self.engine.model.weights
+        load_hf_checkpoint(path, weights.base, weights.table, self._worker.job)
         self.engine.model.reload_main_params()
 
     def save_checkpoint(
