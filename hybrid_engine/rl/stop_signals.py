@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
@@ -39,6 +38,7 @@ class StopSignals:
     def __init__(self, is_broken: Callable[[], bool] = lambda: False) -> None:
         self.came = False
         self._is_broken = is_broken
+        self._has_left = threading.Event()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -53,6 +53,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._has_left.set()
         self.restore()
 
     def restore(self) -> None:
@@ -73,9 +74,10 @@ class StopSignals:
             threading.Thread(target=self._end_if_broken, name="stop signals", daemon=True).start()
 
     def _end_if_broken(self) -> None:
-        """Send SIGTERM again, with its former effect, once another rank has failed."""
+        """Send SIGTERM again, with its former effect, if another rank fails within the context."""
         while not self._is_broken():
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            if self._has_left.wait(_SECONDS_BETWEEN_LOOKS):
+                return
         os.kill(os.getpid(), signal.SIGTERM)
 
 

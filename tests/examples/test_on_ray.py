@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ def test_waiting_for_a_server_ends_if_it_cannot_start(monkeypatch: pytest.Monkey
         return reply
 
     monkeypatch.setattr(on_ray.ray, "get", get)
-    monkeypatch.setattr(on_ray.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(on_ray, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
     server = SimpleNamespace(num_workers=SimpleNamespace(remote=lambda: None))
     replies += [lost, lost, 1]
     on_ray.wait_for(server)

@@ -275,6 +275,10 @@ def test_a_signal_while_handlers_are_restored_is_noted() -> None:
         signals.restore()
     assert signals.came
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    for thread in threading.enumerate():
+        if thread.name == "stop signals":  # it would end this process after a later failure
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def test_a_rank_of_torchrun_ends_with_it() -> None:

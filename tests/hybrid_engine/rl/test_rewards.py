@@ -107,11 +107,6 @@ class Unreliable:
         return self(prompt, completion)
 
 
-@pytest.fixture
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards_module, "FIRST_PAUSE_SECONDS", 0.0)
-
-
 AWAY = has_violation("reward", "callback-failed", "a call with", "the judge is away", f"by {__file__}:")
 
 
@@ -125,8 +120,9 @@ def test_a_reward_that_fails_is_called_again(is_awaited: bool, monkeypatch: pyte
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(rewards_module.time, "sleep", pauses.append)
-    monkeypatch.setattr(rewards_module.asyncio, "sleep", pause)
+    # The names of this module, because threads of other tests look up `time.sleep`, too.
+    monkeypatch.setattr(rewards_module, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(rewards_module, "asyncio", SimpleNamespace(sleep=pause))
     assert compute(function(Unreliable(3)), reward_retries=3).totals.tolist() == [[1, 2], [3, 4]]
     assert pauses == [1.0, 2.0, 4.0]
     for retries in (0, 1, 2):
