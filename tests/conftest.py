@@ -38,11 +38,17 @@ marks.install_guard()
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 # make test-fast: the same answer each time, without the minutes that it takes to shrink a failure.
 hypothesis.settings.register_profile(
-    "fast", deadline=None, max_examples=12, derandomize=True, phases=[Phase.explicit, Phase.generate]
+    "fast",
+    deadline=None,
+    max_examples=12,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
 )
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +92,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks.add_implied(item)
     not_named = [name for name in ("faults", "long") if name not in config.option.markexpr]
-    deselected = [item for item in items if any(item.get_closest_marker(name) for name in not_named)]
+    deselected = [
+        item for item in items if any(item.get_closest_marker(name) for name in not_named)
+    ]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in deselected]
@@ -118,7 +126,9 @@ def _shared_memory_files() -> set[Path]:
             is_ours = path.stat().st_uid == os.getuid()
         except FileNotFoundError:
             continue
-        if is_ours and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFTOVER_PATTERNS):
+        if is_ours and any(
+            fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFTOVER_PATTERNS
+        ):
             files.add(path)
     return files
 

@@ -31,7 +31,10 @@ def pod() -> Values:
 
 def containers() -> dict[str, Values]:
     template = pod()
-    return {container["name"]: container for container in (*template["initContainers"], *template["containers"])}
+    return {
+        container["name"]: container
+        for container in (*template["initContainers"], *template["containers"])
+    }
 
 
 def on_this_machine(command: Sequence[str]) -> list[str]:
@@ -45,7 +48,9 @@ def test_the_pod_starts_the_same_server_as_make_rl() -> None:
     assert (python, dash_m, module) == ("python", "-m", "vllm.entrypoints.openai.api_server")
     config = REPO_ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml"
     values = yaml.safe_load(config.read_text())
-    assert sorted(arguments) == sorted(server_arguments(REPO_ROOT / "examples/gpt_rl/model", values, 8000))
+    assert sorted(arguments) == sorted(
+        server_arguments(REPO_ROOT / "examples/gpt_rl/model", values, 8000)
+    )
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 
@@ -70,7 +75,10 @@ def check_settings(arguments: Sequence[str], world_size: int) -> None:
     def stop(self: argparse.ArgumentParser) -> Any:
         raise Parsed(self.parse_known_args(arguments))
 
-    with pytest.raises(Parsed) as parsed, mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+    with (
+        pytest.raises(Parsed) as parsed,
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+    ):
         train.main()
     options, unknown = parsed.value.args[0]
     assert not unknown
@@ -89,11 +97,16 @@ def test_the_image_is_built_by_targets_of_the_makefile(tmp_path: Path) -> None:
     makes = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN make")]
     assert len(makes) == 4, "expected packages and project, for CPU and for GPU"
     for command in makes:
-        dry = command.replace("/opt/venv", str(tmp_path / "venv")).replace("make ", "make --dry-run ", 1)
+        dry = command.replace("/opt/venv", str(tmp_path / "venv")).replace(
+            "make ", "make --dry-run ", 1
+        )
         subprocess.run(shlex.split(dry), cwd=REPO_ROOT, check=True, stdout=subprocess.DEVNULL)
     for line in lines:
         if line.startswith("COPY"):
             assert all((REPO_ROOT / source).exists() for source in line.split()[1:-1]), line
     (command,) = {line.removeprefix("CMD ") for line in lines if line.startswith("CMD")}
     assert json.loads(command) == ["hybrid-engine", "env"]
-    assert "hybrid-engine" in (REPO_ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
+    assert (
+        "hybrid-engine"
+        in (REPO_ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
+    )

@@ -24,7 +24,9 @@ from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 
 PAGES = [
-    str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
+    str(path.relative_to(REPO_ROOT))
+    for glob in ("*.md", "[deph]*/**/*.md")
+    for path in sorted(REPO_ROOT.glob(glob))
 ]
 
 PACKAGES = sorted(
@@ -38,7 +40,10 @@ PACKAGES = sorted(
     "name",
     [
         "configuration",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("seventy_billion", "models", "console")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("seventy_billion", "models", "console")
+        ),
     ],
 )
 def test_made_pages_are_up_to_date(name: str) -> None:
@@ -56,7 +61,10 @@ def anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, in the form of the site and its hosts."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {slugify(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings}
+    return {
+        slugify(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-")
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,7 +81,9 @@ def test_links_have_existing_targets(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_a_page_fits_the_site(page: str) -> None:
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", (REPO_ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^ *```\w*\n(.*?)^ *```", (REPO_ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
     assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
 
 
@@ -132,7 +142,9 @@ def test_the_table_of_abilities_lists_the_duties_of_a_loop() -> None:
     page = (REPO_ROOT / "docs" / "trainers.md").read_text()
     table = page.partition("## Who can what")[2].partition("## ")[0]
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
     ]
     owners = {name: row[2] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     owners = {name: owner for name, owner in owners.items() if name not in hybrid_engine.__all__}
@@ -150,29 +162,50 @@ def test_the_table_of_abilities_lists_the_duties_of_a_loop() -> None:
         ("gpu.md", "[a](../examples/gpt_rl)", "[a](example.md)"),
         ("gpu.md", "[a](../examples/gpt_rl/task.py)", "a"),
         ("example.md", "[a](task.py), [b](../../docs/trainers.md)", "a, [b](trainers.md)"),
-        ("gpu.md", "[a](https://arxiv.org/abs/1), [b](#here)", "[a](https://arxiv.org/abs/1), [b](#here)"),
+        (
+            "gpu.md",
+            "[a](https://arxiv.org/abs/1), [b](#here)",
+            "[a](https://arxiv.org/abs/1), [b](#here)",
+        ),
     ],
 )
-def test_links_of_the_site_stay_on_it(site: Values, page: str, written: str, on_the_site: str) -> None:
+def test_links_of_the_site_stay_on_it(
+    site: Values, page: str, written: str, on_the_site: str
+) -> None:
     assert site["with_links_of_the_site"](written, page) == on_the_site
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_a_package_docstring_lists_its_files(package: Path) -> None:
-    docstring = ast.get_docstring(ast.parse((REPO_ROOT / package / "__init__.py").read_text())) or ""
+    docstring = (
+        ast.get_docstring(ast.parse((REPO_ROOT / package / "__init__.py").read_text())) or ""
+    )
     words = set(re.findall(r"\w+", docstring))
     modules = {path.stem for path in (REPO_ROOT / package).glob("*.py")} - {"__init__", "__main__"}
     assert modules - words == set(), "not in the docstring"
-    folders = (REPO_ROOT / package, (REPO_ROOT / package).parent, REPO_ROOT / "hybrid_engine", REPO_ROOT)
+    folders = (
+        REPO_ROOT / package,
+        (REPO_ROOT / package).parent,
+        REPO_ROOT / "hybrid_engine",
+        REPO_ROOT,
+    )
     files = re.findall(r"[\w/]+\.py\b", docstring)
-    assert [file for file in files if not any((folder / file).exists() for folder in folders)] == [], "do not exist"
+    assert [
+        file for file in files if not any((folder / file).exists() for folder in folders)
+    ] == [], "do not exist"
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/models.md", "docs/worker.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/architecture.md", "docs/models.md", "docs/worker.md", "CONTRIBUTING.md"]
+)
 def test_files_mentioned_on_a_page_exist(page: str) -> None:
     text = (REPO_ROOT / page).read_text()
     files = set(re.findall(r"[\w./]+/[\w.]+\.py\b", text))
-    missing = [file for file in files if not any((REPO_ROOT / top / file).exists() for top in ("", "hybrid_engine"))]
+    missing = [
+        file
+        for file in files
+        if not any((REPO_ROOT / top / file).exists() for top in ("", "hybrid_engine"))
+    ]
     assert missing == []
 
 
@@ -197,26 +230,43 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hybrid_engine.rl.train", train)
     exec(in_one_call, {})
     config_of_model, prompts, reward, config = train.call_args.args
-    assert hybrid_engine.HybridConfig.model_validate(config_of_model).actor_config.params_dtype == "float32"
+    assert (
+        hybrid_engine.HybridConfig.model_validate(config_of_model).actor_config.params_dtype
+        == "float32"
+    )
     assert config.prompts_per_step <= len(prompts)
     completion = type("Completion", (), {"text": "It is 7."})
     assert [reward(prompt, completion) for prompt in prompts[:2]] == [1.0, 0.0]
 
 
 # Messages of pydantic, vLLM, torch, the driver and the operating system.
-BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
+BY_OTHERS = (
+    "Input should be a valid integer",
+    "User-specified max_model_len (",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+)
 BY_OTHERS += ("Torch not compiled with CUDA enabled", "Input should be 'off', ", "False")
-BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
+BY_OTHERS += (
+    ") is greater than the derived max_model_len",
+    "no space left on device (",
+    "/config.json",
+)
 
 
 def test_messages_of_the_page_about_errors_exist() -> None:
     """Parts between placeholders occur in the sources, whose string literals may span lines."""
     folders = ("hybrid_engine", "megatron_patches", "examples")
-    sources = "".join(path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
+    sources = "".join(
+        path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py")
+    )
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
     page = (REPO_ROOT / "docs" / "errors.md").read_text()
     tables = page.partition("\n## Messages")[2].partition("\n## ")[0]
-    cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
+    cells = [
+        line.split(" | ")[0]
+        for line in tables.splitlines()
+        if line.startswith("| ") and "---" not in line
+    ]
     messages = [message for cell in cells for message in re.findall(r"`((?:\\`|[^`])+)`", cell)]
     assert len(messages) > 40
     missing = [
@@ -228,10 +278,17 @@ def test_messages_of_the_page_about_errors_exist() -> None:
     assert missing == []
 
 
-# -- the site in a real browser: mkdocs (requirements-docs.txt) and Chromium on PATH --------------------
+# -- the site in a real browser: mkdocs (requirements-docs.txt) and Chromium on PATH
+# --------------------
 
 MISSING_PROGRAMS = [program for program in ("mkdocs", "chromium") if shutil.which(program) is None]
-IN_MODE = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+IN_MODE = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--allow-file-access-from-files",
+    "--dump-dom",
+]
 # It looks nothing up on the network, and waits for the page's own scripts.
 ALONE = ["--disable-background-networking", "--no-first-run", "--virtual-time-budget=15000"]
 
@@ -246,8 +303,13 @@ def shown(address: str, profile: Path) -> str:
 @pytest.mark.skipif(bool(MISSING_PROGRAMS), reason=f"not installed: {', '.join(MISSING_PROGRAMS)}")
 def test_links_and_search_of_the_site_work_in_a_browser(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    subprocess.run(["mkdocs", "build", "--quiet", "--strict", "--site-dir", site], check=True, cwd=REPO_ROOT)
-    pages = {path.as_uri(): shown(path.as_uri(), tmp_path / "profile") for path in sorted(site.rglob("*.html"))}
+    subprocess.run(
+        ["mkdocs", "build", "--quiet", "--strict", "--site-dir", site], check=True, cwd=REPO_ROOT
+    )
+    pages = {
+        path.as_uri(): shown(path.as_uri(), tmp_path / "profile")
+        for path in sorted(site.rglob("*.html"))
+    }
     anchors = {page: set(re.findall(r'\bid="([^"]+)"', dom)) for page, dom in pages.items()}
     links = [
         (page, *urldefrag(link))
@@ -256,7 +318,11 @@ def test_links_and_search_of_the_site_work_in_a_browser(tmp_path: Path) -> None:
         if (link := urljoin(page, unescape(href))).startswith(site.as_uri())
     ]
     assert len(links) > 1000
-    broken = [link for link in links if link[1] not in pages or (link[2] and unquote(link[2]) not in anchors[link[1]])]
+    broken = [
+        link
+        for link in links
+        if link[1] not in pages or (link[2] and unquote(link[2]) not in anchors[link[1]])
+    ]
     assert broken == []
     results = shown(f"{(site / 'index.html').as_uri()}?q=offload", tmp_path / "profile")
     assert re.search(r"\b[1-9]\d* matching documents", results)

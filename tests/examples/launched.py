@@ -69,7 +69,16 @@ def start(
     launcher = [sys.executable, "-m", "hybrid_engine", "run", "--nproc-per-node", str(num_ranks)]
     python_path = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
     return subprocess.Popen(
-        [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options],
+        [
+            *launcher,
+            "-m",
+            "examples.gpt_rl.train",
+            "--config",
+            str(config),
+            "--out",
+            str(out),
+            *options,
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(python_path)},
         cwd=REPO_ROOT,
         stdout=subprocess.PIPE,
@@ -96,7 +105,9 @@ class Terminal:
         os.close(self._ours)
         text = self._shown.decode()
         text = re.sub(r"[^\n]*(\r\x1b\[2K|\x1b\[1A\x1b\[2K)", "", text)  # An erased progress bar.
-        return [line.rstrip("\r") for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split("\n")]
+        return [
+            line.rstrip("\r") for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split("\n")
+        ]
 
     def _read(self) -> None:
         while True:

@@ -57,7 +57,9 @@ def test_waiting_for_a_server_ends_if_it_cannot_start(monkeypatch: pytest.Monkey
         return reply
 
     monkeypatch.setattr(on_ray.ray, "get", get)
-    monkeypatch.setattr(on_ray, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
+    monkeypatch.setattr(
+        on_ray, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    )
     server = SimpleNamespace(num_workers=SimpleNamespace(remote=lambda: None))
     replies += [lost, lost, 1]
     on_ray.wait_for(server)
@@ -67,22 +69,33 @@ def test_waiting_for_a_server_ends_if_it_cannot_start(monkeypatch: pytest.Monkey
     with pytest.raises(ServerError, match=r"not up within 0 s \(RayActorError: .*lost"):
         on_ray.wait_for(server, 0.05)
     replies.append(GetTimeoutError("pending"))
-    with pytest.raises(ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` shows"):
+    with pytest.raises(
+        ServerError, match=r"not up within 0 s \(GetTimeoutError: pending\)\. `ray status` shows"
+    ):
         on_ray.wait_for(server, 0)
 
 
 @pytest.mark.long
 @pytest.mark.engines
-def test_ranks_and_server_are_placed_on_nodes_with_free_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_and_server_are_placed_on_nodes_with_free_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A cluster of two nodes on this machine, which connect like nodes of two machines."""
     set_environment(monkeypatch)
     monkeypatch.setenv(TOKEN, "of all nodes")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
     try:
         cluster.add_node(num_cpus=1)
         config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 2})
         directory = run_files(tmp_path / "run")
-        arguments = ["on_ray", str(config), f"--address={cluster.address}", f"--out={directory.out}"]
+        arguments = [
+            "on_ray",
+            str(config),
+            f"--address={cluster.address}",
+            f"--out={directory.out}",
+        ]
         monkeypatch.setattr(sys, "argv", arguments)
         on_ray.main()
         rows = directory.metrics.rows()
@@ -91,7 +104,10 @@ def test_ranks_and_server_are_placed_on_nodes_with_free_cpus(monkeypatch: pytest
         ray.shutdown()
         cluster.shutdown()
     assert [row["iteration"] for row in rows] == [0, 1, 2]
-    assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
+    assert all(
+        row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4
+        for row in rows[1:]
+    )
 
 
 @pytest.mark.long
@@ -111,7 +127,9 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     running.start()
     killed = []
     for number, name in ((1, b"ray::TrainerRank.train"), (2, b"ray::VllmActor")):
-        wait_until(lambda number=number: bool(failures) or len(directory.metrics.rows()) > number, 300)
+        wait_until(
+            lambda number=number: bool(failures) or len(directory.metrics.rows()) > number, 300
+        )
         killed.append(processes(name)[0])
         os.kill(killed[-1], signal.SIGKILL)
     running.join(300)
@@ -119,11 +137,18 @@ def test_lost_actors_are_replaced(ray_here: None, tmp_path: Path) -> None:
     assert not running.is_alive()
     rows = directory.metrics.rows()
     assert [row["iteration"] for row in rows] == list(range(NUM_ITERATIONS + 1))
-    assert all(row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4 for row in rows[1:])
+    assert all(
+        row["bytes_received"] == row["bytes_least"] > 0 and row["logprob_diff"] < 1e-4
+        for row in rows[1:]
+    )
     assert directory.progress().step == NUM_ITERATIONS
 
 
 def processes(name: bytes) -> list[int]:
     """Return the ids of actors' processes by Ray's name for them."""
     titles = [(entry, entry.joinpath("cmdline")) for entry in Path("/proc").glob("[0-9]*")]
-    return [int(entry.name) for entry, title in titles if title.exists() and title.read_bytes().startswith(name)]
+    return [
+        int(entry.name)
+        for entry, title in titles
+        if title.exists() and title.read_bytes().startswith(name)
+    ]

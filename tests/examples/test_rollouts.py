@@ -19,7 +19,9 @@ from hybrid_engine.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "examples" / "gpt_rl" / "data"
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-SETTINGS = RolloutSettings(data=DATA, samples_per_prompt=2, max_tokens=4, batch_size=6, steps=2, seq_length=10, seed=7)
+SETTINGS = RolloutSettings(
+    data=DATA, samples_per_prompt=2, max_tokens=4, batch_size=6, steps=2, seq_length=10, seed=7
+)
 ANSWERS = {
     task.decode([*task.encode(problem.prompt), task.END]): problem.answer
     for problem in task.load_problems(DATA / "train.jsonl")
@@ -42,13 +44,17 @@ class ScriptedInference:
 def _answer(prompt: Sequence[int], number: int) -> Completion:
     text = ANSWERS.get(task.decode([*prompt, task.END]), "0")
     token_ids = tuple(task.encode_response(text if number == 0 else "1"))
-    return Completion(token_ids, tuple(-0.5 * (index + 1) for index in range(len(token_ids))), "stop")
+    return Completion(
+        token_ids, tuple(-0.5 * (index + 1) for index in range(len(token_ids))), "stop"
+    )
 
 
 def _rollouts(num_consumed: int = 0, **more: Any) -> tuple[Rollouts, list[Any]]:
     reports: list[Any] = []
     score = more.get("score")
-    return Rollouts(SETTINGS, 36, num_consumed, score, lambda *report: reports.append(report)), reports
+    return Rollouts(
+        SETTINGS, 36, num_consumed, score, lambda *report: reports.append(report)
+    ), reports
 
 
 def test_only_samples_of_the_next_steps_are_drawn() -> None:
@@ -61,7 +67,9 @@ def test_only_samples_of_the_next_steps_are_drawn() -> None:
     assert right["advantages"] == -wrong["advantages"] > 0.9
     positions = right["mask"].nonzero().flatten()
     assert right["labels"][positions].tolist()[-1] == task.END
-    assert right["old_log_probs"][positions].tolist() == [-0.5 * (index + 1) for index in range(len(positions))]
+    assert right["old_log_probs"][positions].tolist() == [
+        -0.5 * (index + 1) for index in range(len(positions))
+    ]
     assert torch.equal(right["ref_log_probs"], right["old_log_probs"])
     drawn[11]
     with pytest.raises(IndexError, match="sample 12 was not drawn"):
@@ -114,13 +122,20 @@ def test_the_reference_scores_after_the_switch_to_training() -> None:
 
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1")
+@pytest.mark.skipif(
+    not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1"
+)
 def test_the_script_trains_saves_and_resumes(tmp_path: Path) -> None:
     for steps in ("4", "6"):
         sizes = {"OUT": str(tmp_path), "WARM_UP": "3", "STEPS": steps, "SAVE": "2"}
         command = ["sh", "examples/gpt_rl/pretrain_gpt_rl.sh"]
         run = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **sizes}, capture_output=True, text=True, timeout=280
+            command,
+            cwd=ROOT,
+            env={**os.environ, **sizes},
+            capture_output=True,
+            text=True,
+            timeout=280,
         )
         assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
         lines = [line for line in run.stdout.splitlines() if "rollout after iteration" in line]
@@ -130,8 +145,17 @@ def test_the_script_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert (tmp_path / "reward" / "reference" / "rank0.pt").is_file()
 
 
-@pytest.mark.parametrize("change", [{"samples_per_prompt": 0}, {"max_tokens": -1}, {"samples_per_prompt": 10**6}])
+@pytest.mark.parametrize(
+    "change", [{"samples_per_prompt": 0}, {"max_tokens": -1}, {"samples_per_prompt": 10**6}]
+)
 def test_settings_that_vllm_would_refuse_are_refused(change: dict[str, int]) -> None:
-    sizes = {"samples_per_prompt": 2, "max_tokens": 4, "batch_size": 4, "steps": 1, "seq_length": 16, "seed": 0}
+    sizes = {
+        "samples_per_prompt": 2,
+        "max_tokens": 4,
+        "batch_size": 4,
+        "steps": 1,
+        "seq_length": 16,
+        "seed": 0,
+    }
     with pytest.raises(ConfigError, match=r"sampling\.(n|max_tokens): Input should be"):
         RolloutSettings(data=Path("data"), **{**sizes, **change})

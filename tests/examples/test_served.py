@@ -25,11 +25,27 @@ MODEL_NBYTES = 3_165_696
 def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
     config = short_config("tp2_to_dp2.yaml", tmp_path, rl={"iterations": 1})
     train = [sys.executable, *TRAIN, "--config", str(config), "--out", str(tmp_path / "run")]
-    serve = [sys.executable, "-m", "examples.gpt_rl.served", str(config), "--", sys.executable, "-m", MODULE, *train]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO_ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    serve = [
+        sys.executable,
+        "-m",
+        "examples.gpt_rl.served",
+        str(config),
+        "--",
+        sys.executable,
+        "-m",
+        MODULE,
+        *train,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO_ROOT),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     result = subprocess.run(serve, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, (
-        f"{result.stdout}\n{result.stderr}\n{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
+        f"{result.stdout}\n{result.stderr}\n"
+        f"{(tmp_path / 'runs' / 'server.txt').read_text()[-3000:]}"
     )
     assert "is paused: True, version: none" in result.stdout
     before, after = run_files(tmp_path / "run").metrics.rows()
@@ -41,8 +57,13 @@ def test_a_server_waits_for_the_run_that_fills_it(tmp_path: Path) -> None:
 def main(*command: str) -> None:
     """Print the state of the server named by the last argument, then execute the command."""
     url = command[-1].partition("[")[2].rstrip("]")
-    replies = [json.load(urllib.request.urlopen(f"{url}/{route}")) for route in ("is_paused", "weight_info")]
-    print(f"is paused: {replies[0]['is_paused']}, version: {replies[1]['weight_version']}", flush=True)
+    replies = [
+        json.load(urllib.request.urlopen(f"{url}/{route}"))
+        for route in ("is_paused", "weight_info")
+    ]
+    print(
+        f"is paused: {replies[0]['is_paused']}, version: {replies[1]['weight_version']}", flush=True
+    )
     os.execv(command[0], command)
 
 

@@ -32,7 +32,11 @@ def test_committed_files_are_valid_and_share_their_task(
 
 
 def test_overrides_replace_values_of_the_file() -> None:
-    texts = ["actor_config.optimizer.clip_grad=0.5", "rl_config.warm_up.max_steps=7", "rl_config.seed=3"]
+    texts = [
+        "actor_config.optimizer.clip_grad=0.5",
+        "rl_config.warm_up.max_steps=7",
+        "rl_config.seed=3",
+    ]
     loaded = settings.load_settings(TP2, 2, [*texts, "generate_config.seed=5"])
     assert loaded.engine.actor_config.optimizer.clip_grad == 0.5
     assert (loaded.rl.warm_up.max_steps, loaded.rl.warm_up.batch_size) == (7, 128)
@@ -66,7 +70,10 @@ def test_all_violations_are_reported_at_once() -> None:
     ("key", "value"),
     [
         *(("rl_config.seed", value) for value in (2**80, -1, True, 1.5)),
-        *((f"rl_config.{key}", ".inf") for key in ("learning_rate", "kl_coefficient", "temperature")),
+        *(
+            (f"rl_config.{key}", ".inf")
+            for key in ("learning_rate", "kl_coefficient", "temperature")
+        ),
         ("rl_config.temperature", 2.5),  # The limit of vLLM.
         ("rl_config.samples_per_prompt", 20_000),
         ("rl_config.max_tokens", 0),
@@ -111,8 +118,15 @@ def test_a_vocabulary_other_than_the_tasks_is_refused(tmp_path: Path) -> None:
 
 def test_a_resumed_run_may_change_its_length_and_with_fsdp_its_ranks() -> None:
     first = settings.load_settings(TP2, 2).fingerprint()
-    longer = ("rl_config.iterations=99", "rl_config.checkpoint_every=1", "rl_config.evaluate_every=3")
+    longer = (
+        "rl_config.iterations=99",
+        "rl_config.checkpoint_every=1",
+        "rl_config.evaluate_every=3",
+    )
     assert settings.load_settings(TP2, 2, longer).fingerprint() == first
     assert settings.load_settings(TP2, 2, ["rl_config.seed=3"]).fingerprint() != first
-    two, four = (settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", ranks).fingerprint() for ranks in (2, 4))
+    two, four = (
+        settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", ranks).fingerprint()
+        for ranks in (2, 4)
+    )
     assert two == four

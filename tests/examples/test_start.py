@@ -21,7 +21,13 @@ from tests.harness.processes import is_running, wait_until
 from tests.hybrid_engine.tools.programs import run_python
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
-RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+RANKS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 LAUNCH_AND_WAIT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 STOPPED_TWICE = """
@@ -45,7 +51,9 @@ def refusal(out: Path, *options: str, environment: Mapping[str, str] = RANKS | A
     """Start a run that is refused; return its output."""
     result = run_python(*train(out, *options), status=1, timeout=60, **environment)
     assert result.stderr == ""
-    assert all(line.startswith(("rank 0: ", "  - ")) for line in result.stdout.splitlines()), result.stdout
+    assert all(line.startswith(("rank 0: ", "  - ")) for line in result.stdout.splitlines()), (
+        result.stdout
+    )
     return result.stdout
 
 
@@ -53,7 +61,10 @@ def test_a_second_job_is_refused_without_changes(tmp_path: Path) -> None:
     with run_files(tmp_path).lock():
         for options in ((), ("--no-resume",)):
             output = refusal(tmp_path, *options)
-            assert f"another job is writing {tmp_path}: process {os.getpid()} on {os.uname().nodename}" in output
+            assert (
+                f"another job is writing {tmp_path}: process {os.getpid()} on {os.uname().nodename}"
+                in output
+            )
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -75,7 +86,9 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     log = tmp_path / "log-rank0.txt"
     lock = tmp_path / "lock"
     command = [sys.executable, "-c", LAUNCH_AND_WAIT, *train(tmp_path)]
-    launcher = subprocess.Popen(command, cwd=REPO_ROOT, env={**os.environ, **RANKS, **AGENT}, stdout=subprocess.DEVNULL)
+    launcher = subprocess.Popen(
+        command, cwd=REPO_ROOT, env={**os.environ, **RANKS, **AGENT}, stdout=subprocess.DEVNULL
+    )
     try:
         wait_until(log.exists)
         rank = int(re.match(r"process (\d+) on", lock.read_text())[1])

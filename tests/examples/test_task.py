@@ -48,12 +48,19 @@ def test_reward(response: list[int], expected: float) -> None:
 
 
 def test_all_bad_lines_are_reported(tmp_path: Path) -> None:
-    lines = ['{"prompt": "1+1=", "answer": "2"}', "no json", '{"prompt": "1-1=", "answer": "0"}', '{"prompt": "1+1="}']
+    lines = [
+        '{"prompt": "1+1=", "answer": "2"}',
+        "no json",
+        '{"prompt": "1-1=", "answer": "0"}',
+        '{"prompt": "1+1="}',
+    ]
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError) as caught:
         task.load_problems(path)
-    assert [finding.key for finding in caught.value.findings] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert [finding.key for finding in caught.value.findings] == [
+        f"{path}:{number}" for number in (2, 3, 4)
+    ]
 
 
 def test_committed_data_equals_the_output_of_the_script() -> None:

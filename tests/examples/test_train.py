@@ -23,12 +23,16 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_its_rows_and_can_be_finished(config: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_rows_and_can_be_finished(
+    config: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     directory = run_files(out)
     process = start(config, out)
     deadline = time.monotonic() + 200
-    while len(directory.metrics.rows()) < 2 and process.poll() is None and time.monotonic() < deadline:
+    while (
+        len(directory.metrics.rows()) < 2 and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     listening = listening_addresses(process.pid)
     process.send_signal(signal.SIGINT)
@@ -64,7 +68,9 @@ def test_fsdp_runs_without_megatron_and_resumes_on_other_ranks(tmp_path: Path) -
     (blocked / "sitecustomize.py").write_text(missing)
     config = short_config("fsdp2_to_dp.yaml", tmp_path, micro_batch_size=8)
     for iterations, num_ranks in ((1, 2), (2, 1)):
-        process = start(config, out, f"rl_config.iterations={iterations}", num_ranks=num_ranks, modules=blocked)
+        process = start(
+            config, out, f"rl_config.iterations={iterations}", num_ranks=num_ranks, modules=blocked
+        )
         output = finish(process)
         assert process.returncode == 0, output
         check_terminal(output)
@@ -92,7 +98,9 @@ def check_progress(output: str) -> None:
     lines = output.splitlines()
     assert lines[1] == "starting engines ..."  # after the line of the launcher
     warm_up = next(line for line in lines if line.startswith("warm-up"))
-    assert lines.index(warm_up) < next(index for index, line in enumerate(lines) if line.split()[:1] == ["0"])
+    assert lines.index(warm_up) < next(
+        index for index, line in enumerate(lines) if line.split()[:1] == ["0"]
+    )
 
 
 def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -> None:
@@ -101,7 +109,9 @@ def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -
         assert row["bytes_received"] == row["bytes_least"]
         assert (row["bytes_received"] > 0) == (ranks > 1)
         assert 0 < row["reshard_seconds"] < row["iteration_seconds"]
-        assert row["reshard_share"] == pytest.approx(row["reshard_seconds"] / row["iteration_seconds"])
+        assert row["reshard_share"] == pytest.approx(
+            row["reshard_seconds"] / row["iteration_seconds"]
+        )
         assert 0 <= row["accuracy"] <= 1
         assert row["peak_bytes"] > 0
         assert row["rss_bytes"] > 0

@@ -18,7 +18,10 @@ _VARIABLE = "FAULTY_SERVER_COMMIT"
 
 def faulty(directory: Path) -> dict[str, str]:
     """Install the plug-in in `directory`; return the environment of a server that loads it."""
-    return {**environment_with(register, directory / "plugins"), _VARIABLE: str(directory / "commit-fails")}
+    return {
+        **environment_with(register, directory / "plugins"),
+        _VARIABLE: str(directory / "commit-fails"),
+    }
 
 
 def fail_in_commit(directory: Path, how: str) -> None:

@@ -104,10 +104,21 @@ class Job:
 
     @contextmanager
     def started(
-        self, fault: Fault | None = None, *options: str, environment: Mapping[str, str] | None = None
+        self,
+        fault: Fault | None = None,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
     ) -> Iterator[Running]:
         self._happened.unlink(missing_ok=True)
-        program = ["-m", "tests.faults.faulty_train", "--config", str(self.config), "--out", str(self.out), *options]
+        program = [
+            "-m",
+            "tests.faults.faulty_train",
+            "--config",
+            str(self.config),
+            "--out",
+            str(self.out),
+            *options,
+        ]
         variable = json.dumps([None if fault is None else asdict(fault), str(self._happened)])
         environment = {"OMP_NUM_THREADS": "1", FAULT_VARIABLE: variable, **(environment or {})}
         with Running([*_TORCHRUN, *program], self.directory, environment, self.prefix) as running:

@@ -21,7 +21,10 @@ def main(model: str, url: str, rows: str, num_steps: str) -> None:
             answers = draw(worker)
             worker.sharding.enter(State.TRAIN)
             if worker.rank == 0:
-                row = {"version": worker.train.version, "tokens": [list(answer[0].token_ids) for answer in answers]}
+                row = {
+                    "version": worker.train.version,
+                    "tokens": [list(answer[0].token_ids) for answer in answers],
+                }
                 with Path(rows).open("a") as file:
                     file.write(json.dumps(row) + "\n")
 

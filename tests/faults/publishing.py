@@ -109,10 +109,17 @@ class Trainers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None and not self._has_lost and all(rank.is_alive() for rank in self._ranks):
+            if (
+                error is None
+                and not self._has_lost
+                and all(rank.is_alive() for rank in self._ranks)
+            ):
                 self.do("end", seconds=60)
         finally:
             self._ends.set()
@@ -125,7 +132,9 @@ class Trainers:
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
 
-    def do(self, action: str, fault: Fault | None = None, *, seconds: float = 200) -> list[Result | None]:
+    def do(
+        self, action: str, fault: Fault | None = None, *, seconds: float = 200
+    ) -> list[Result | None]:
         """Run a command on all ranks and return the results by rank; None for a rank without a
         result.
 
@@ -133,11 +142,15 @@ class Trainers:
         """
         number = next(self._numbers)
         command = self._directory / f"command{number}.json"
-        command.with_suffix(".new").write_text(json.dumps([action, None if fault is None else asdict(fault)]))
+        command.with_suffix(".new").write_text(
+            json.dumps([action, None if fault is None else asdict(fault)])
+        )
         command.with_suffix(".new").rename(command)
         paths = [self._directory / f"result{number}-{rank}.json" for rank in range(NUM_RANKS)]
         self._has_lost |= fault is not None and fault.ends_trainer
-        stopped = fault.rank if fault is not None and fault.ends_trainer and fault.how == "stop" else None
+        stopped = (
+            fault.rank if fault is not None and fault.ends_trainer and fault.how == "stop" else None
+        )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             waiting = [
@@ -172,10 +185,16 @@ class _Rank:
     """A forked rank, whose end is hidden from the launcher until all ranks are to end."""
 
     def __init__(
-        self, environment: Mapping[str, str], output: int, arguments: tuple[str, ...], ends: threading.Event
+        self,
+        environment: Mapping[str, str],
+        output: int,
+        arguments: tuple[str, ...],
+        ends: threading.Event,
     ) -> None:
         with Connection(os.dup(output), readable=False) as writer:
-            self._process = _FORKING.Process(target=_run_rank, args=(dict(environment), writer, arguments))
+            self._process = _FORKING.Process(
+                target=_run_rank, args=(dict(environment), writer, arguments)
+            )
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -195,7 +214,9 @@ class _Rank:
         self._process.kill()
 
 
-def _run_rank(environment: Mapping[str, str], output: Connection, arguments: tuple[str, ...]) -> None:
+def _run_rank(
+    environment: Mapping[str, str], output: Connection, arguments: tuple[str, ...]
+) -> None:
     os.setsid()
     threading.Thread(target=end_with_launcher, daemon=True).start()
     for number in (1, 2):
@@ -213,7 +234,12 @@ def _run_rank(environment: Mapping[str, str], output: Connection, arguments: tup
 def config_of(model: str, url: str) -> HybridConfig:
     """Return the configuration of two ranks that publish to the server at `url`."""
     generate = {"servers": [url], "verify": "full", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
-    actor = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, "tensor_model_parallel_size": 2}
+    actor = {
+        "params_dtype": "float32",
+        "seq_length": 32,
+        "optimizer": {"lr": 1e-2},
+        "tensor_model_parallel_size": 2,
+    }
     return load_config({"model": model, "actor_config": actor, "generate_config": generate})
 
 
@@ -244,7 +270,9 @@ def run_commands(directory: str, model: str, url: str) -> None:
                 raise error
 
 
-def _do(worker: ActorHybridWorker, action: str, fault: Fault | None, trained: str) -> tuple[Result, Exception | None]:
+def _do(
+    worker: ActorHybridWorker, action: str, fault: Fault | None, trained: str
+) -> tuple[Result, Exception | None]:
     """Run a command; `trained` is the digest of the training state before it."""
     error = None
     tokens = ""
@@ -288,5 +316,7 @@ def digest(worker: ActorHybridWorker) -> str:
     summed = hashlib.sha256()
     for item in worker.train.offload_items():
         if item.action == "copy":
-            summed.update(item.tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+            summed.update(
+                item.tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+            )
     return summed.hexdigest()

@@ -70,7 +70,9 @@ class Outcome:
         starts = [number for number, line in enumerate(before) if line.startswith("rank ")]
         if starts:
             return "\n".join(before[starts[0] :])
-        return next((lines[number] for number in reports if "failed (exitcode" in lines[number]), "")
+        return next(
+            (lines[number] for number in reports if "failed (exitcode" in lines[number]), ""
+        )
 
 
 class Running:
@@ -85,7 +87,11 @@ class Running:
     """
 
     def __init__(
-        self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, prefix: str = ""
+        self,
+        arguments: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        prefix: str = "",
     ) -> None:
         self._token = secrets.token_hex(8)
         self._shared_memory = SHARED_MEMORY
@@ -105,7 +111,12 @@ class Running:
         with self._terminal.open("wb") as terminal:
             self.launcher = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": str(REPO_ROOT), **(environment or {}), _TOKEN_VARIABLE: self._token},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(REPO_ROOT),
+                    **(environment or {}),
+                    _TOKEN_VARIABLE: self._token,
+                },
                 cwd=REPO_ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=terminal,
@@ -139,7 +150,9 @@ class Running:
                 environment = (process / "environ").read_bytes()
                 if f"{_TOKEN_VARIABLE}={self._token}".encode() in environment.split(b"\0"):
                     words = (process / "cmdline").read_bytes().split(b"\0")
-                    command_lines[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
+                    command_lines[int(process.name)] = (
+                        b" ".join(words).decode(errors="replace").strip()
+                    )
             except OSError:  # The process has ended or belongs to another user.
                 continue
         return command_lines
@@ -180,7 +193,9 @@ class Running:
         return Outcome(
             status=None if self._was_ended_by_force else self.launcher.returncode,
             seconds=None if fault_time is None else ended - fault_time,
-            seconds_to_message=None if fault_time is None or self._reported is None else self._reported - fault_time,
+            seconds_to_message=None
+            if fault_time is None or self._reported is None
+            else self._reported - fault_time,
             total_seconds=ended - self.started,
             terminal=self.terminal,
             survivors=self._survivors,
@@ -194,7 +209,11 @@ class Running:
         """Return new names in /dev/shm, without files that a live process of others has mapped."""
         deadline = time.monotonic() + _SECONDS_FOR_TRACKERS
         while True:
-            left = {name for name in self._names() - self._names_before if not is_mapped(SHARED_MEMORY / name)}
+            left = {
+                name
+                for name in self._names() - self._names_before
+                if not is_mapped(SHARED_MEMORY / name)
+            }
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(_POLL_INTERVAL)
@@ -205,7 +224,10 @@ def can_mount() -> bool:
     """Return whether this user may mount in a new mount namespace."""
     try:
         return (
-            subprocess.run([*unshare(), "mount", "--bind", "/dev/shm", "/dev/shm"], capture_output=True).returncode == 0
+            subprocess.run(
+                [*unshare(), "mount", "--bind", "/dev/shm", "/dev/shm"], capture_output=True
+            ).returncode
+            == 0
         )
     except FileNotFoundError:
         return False

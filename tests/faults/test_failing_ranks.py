@@ -19,9 +19,19 @@ from tests.faults.running import Outcome
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
-RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
+RESULTS = (
+    "accuracy",
+    "reward",
+    "kl",
+    "loss",
+    "grad_norm",
+    "weight_version",
+    "logprob_diff",
+    "bytes_received",
+)
 """Columns that must not depend on time or on interruptions."""
-STEP = "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step"  # 5 in the warm-up, 2 per iteration
+# 5 in the warm-up, 2 per iteration
+STEP = "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step"
 FILL = "hybrid_engine.switch.weight_container:WeightContainer.fill"
 GENERATE = "hybrid_engine.backends.vllm.engine:InferenceEngine._run"
 DECODE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model"
@@ -72,7 +82,9 @@ KINDS = {
             "train step": Fault("kill", STEP, call=8),
             "exchange of layouts": Fault("kill", "hybrid_engine.switch.setup:rank_plan"),
             "fill": Fault("kill", FILL, call=3),
-            "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
+            "commit": Fault(
+                "kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3
+            ),
             "generate": Fault("kill", GENERATE, call=4),
         },
         45,  # Less than `timeout_seconds`, so that no rank waited for a timeout.
@@ -81,8 +93,12 @@ KINDS = {
     "raises": Kind(
         {
             "train step": Fault("raise", STEP, call=8),
-            "transports run": Fault("raise", "hybrid_engine.transports.router:TransportSet.run", call=2),
-            "transports prepare": Fault("raise", "hybrid_engine.transports.router:TransportSet.prepare", call=2),
+            "transports run": Fault(
+                "raise", "hybrid_engine.transports.router:TransportSet.run", call=2
+            ),
+            "transports prepare": Fault(
+                "raise", "hybrid_engine.transports.router:TransportSet.prepare", call=2
+            ),
             "generate": Fault("raise", GENERATE, call=4),
             "vLLM's start, before its groups": Fault("raise", f"{WORKER}.init_device"),
             "vLLM's start, memory": Fault("raise", f"{WORKER}.determine_available_memory"),
@@ -111,7 +127,10 @@ KILLED_WHILE_DECODING = Fault("kill", DECODE, call=30)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    return {name: Job(tmp_path_factory.mktemp(name), generate=kind.generate) for name, kind in KINDS.items()}
+    return {
+        name: Job(tmp_path_factory.mktemp(name), generate=kind.generate)
+        for name, kind in KINDS.items()
+    }
 
 
 def check(outcome: Outcome, fault: Fault, kind: Kind) -> None:
@@ -122,7 +141,9 @@ def check(outcome: Outcome, fault: Fault, kind: Kind) -> None:
     kind.check(outcome, fault)
 
 
-@pytest.mark.parametrize(("name", "where"), [(name, where) for name, kind in KINDS.items() for where in kind.faults])
+@pytest.mark.parametrize(
+    ("name", "where"), [(name, where) for name, kind in KINDS.items() for where in kind.faults]
+)
 def test_the_job_ends_after_a_fault(jobs: dict[str, Job], name: str, where: str) -> None:
     job = jobs[name]
     fault = KINDS[name].faults[where]
@@ -133,7 +154,9 @@ def test_the_job_ends_after_a_fault(jobs: dict[str, Job], name: str, where: str)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_run_can_be_finished_after_faults(jobs: dict[str, Job], tmp_path: Path, name: str) -> None:
+def test_the_run_can_be_finished_after_faults(
+    jobs: dict[str, Job], tmp_path: Path, name: str
+) -> None:
     last = len(jobs[name].rows()) + 1
     outcome = jobs[name].run(None, f"rl_config.iterations={last}")
     assert outcome.status == 0, outcome.terminal

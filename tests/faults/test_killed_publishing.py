@@ -1,6 +1,6 @@
 """A job that publishes to a server and is killed at random moments can be started again.
 
-python -m tests.faults.test_killed_publishing 60 7    # kills, seed; prints a line per start, and the findings
+python -m tests.faults.test_killed_publishing 60 7  # kills, seed; prints starts and findings
 """
 
 from __future__ import annotations
@@ -45,7 +45,15 @@ class PublishingJob(KilledJob):
 
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
         self._number += 1
-        command = [*TORCHRUN, "-m", LOOP, self._model, self.servers.now.url, str(self._file), str(self.num_steps)]
+        command = [
+            *TORCHRUN,
+            "-m",
+            LOOP,
+            self._model,
+            self.servers.now.url,
+            str(self._file),
+            str(self.num_steps),
+        ]
         return run_and_kill(command, self._directory, LOOP, lambda: len(self.rows()), kill)
 
     @property
@@ -61,7 +69,9 @@ class PublishingJob(KilledJob):
         return [] if self.servers.is_up() else ["the server is not up"]
 
 
-def kill_publishing(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+def kill_publishing(
+    directory: Path, num_kills: int, seed: int, log: Callable[[str], None]
+) -> Findings:
     job = PublishingJob(directory)
     try:
         return kill_job(job, num_kills, seed, log)

@@ -1,7 +1,7 @@
-"""The job of examples/one_call.py, killed repeatedly at random moments, resumes and ends with the rows
-of an undisturbed run.
+"""The job of examples/one_call.py, killed repeatedly at random moments, resumes and ends with the
+rows of an undisturbed run.
 
-python -m tests.faults.test_killed_runs 60 7          # kills, seed; prints a line per start, and the findings
+python -m tests.faults.test_killed_runs 60 7  # kills, seed; prints starts and findings
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Kill:
     seconds: float
 
     @staticmethod
-    def at_random(chance: random.Random, longest: float, first_row: int, last_row: int, seconds: float) -> Kill:
+    def at_random(
+        chance: random.Random, longest: float, first_row: int, last_row: int, seconds: float
+    ) -> Kill:
         """Draw a kill within `seconds` after one of these rows or, less often, at any time."""
         victims = chance.choice(("one", "all"))
         after_start = chance.uniform(0, longest)
@@ -115,7 +117,7 @@ def run_and_kill(
 class KilledJob:
     """A job that is killed and started again, by these methods of subclasses.
 
-    run(kill)                        starts and kills it; returns the outcome and whether it was still running
+    run(kill)                        starts and kills it; returns the outcome, and if it still ran
     rows()                           rows without measurements of time and memory
     faults(outcome, is_killed=...)   descriptions of wrong behaviour after a start
 
@@ -156,11 +158,15 @@ class ResumedJob(KilledJob):
     def run(self, kill: Kill) -> tuple[Outcome, bool]:
         self._newest_before = self.newest
         script = str(self._script)
-        return run_and_kill([*TORCHRUN, script], self._directory, script, lambda: len(self.rows()), kill)
+        return run_and_kill(
+            [*TORCHRUN, script], self._directory, script, lambda: len(self.rows()), kill
+        )
 
     def rows(self) -> list[Values]:
         rows = self._files.metrics.rows()
-        return [{key: value for key, value in row.items() if not key.endswith(MEASURED)} for row in rows]
+        return [
+            {key: value for key, value in row.items() if not key.endswith(MEASURED)} for row in rows
+        ]
 
     @property
     def newest(self) -> int:
@@ -171,7 +177,11 @@ class ResumedJob(KilledJob):
         wrong = []
         if refused := REFUSED.search(outcome.terminal):
             wrong.append(f"{refused[0]}: {outcome.terminal[-2000:]}")
-        if incomplete := [path.name for path in self._out.rglob("*.incomplete")] if not is_killed else []:
+        if (
+            incomplete := [path.name for path in self._out.rglob("*.incomplete")]
+            if not is_killed
+            else []
+        ):
             wrong.append(f"left {incomplete}")
         if self.newest < self._newest_before:
             wrong.append(f"its checkpoint is of step {self.newest}, it was {self._newest_before}")
@@ -195,7 +205,9 @@ def kill_job(job: KilledJob, num_kills: int, seed: int, log: Callable[[str], Non
         first_row = min(job.newest + 1, job.num_steps)
         kill = NEVER
         if findings.kills.total() < num_kills:
-            kill = Kill.at_random(chance, outcome.total_seconds, first_row, job.num_steps, job.seconds_of_row)
+            kill = Kill.at_random(
+                chance, outcome.total_seconds, first_row, job.num_steps, job.seconds_of_row
+            )
         ended, is_killed = job.run(kill)
         rows = job.rows()
         wrong = job.faults(ended, is_killed=is_killed)
@@ -248,7 +260,9 @@ def check_kills(kill: Kills, directory: Path, num_kills: int = NUM_KILLS) -> Non
 def kill_often(kill: Kills, num_kills: str = "60", seed: str = "1") -> None:
     """Kill as often as the arguments of a command say, and print the findings."""
     with tempfile.TemporaryDirectory() as directory:
-        print(kill(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True)))
+        print(
+            kill(Path(directory), int(num_kills), int(seed), lambda text: print(text, flush=True))
+        )
 
 
 def test_every_killed_run_resumes(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A rank, or a whole job of two, is killed in a save: the old or the new checkpoint loads whole.
 
-python -m tests.faults.test_killed_saves 60 7         # kills, seed; prints a line per start, and findings
+python -m tests.faults.test_killed_saves 60 7  # kills, seed; prints starts and findings
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def kill_saves(directory: Path, num_kills: int, seed: int, log: Callable[[str], 
     instants = [
         Instant(rank, step, victims, wait)
         for rank, num_steps in enumerate(start(NEVER))
-        for step, victims, wait in itertools.product(range(num_steps), ("one", "all"), (True, False))
+        for step, victims, wait in itertools.product(
+            range(num_steps), ("one", "all"), (True, False)
+        )
     ]
     log(f"{len(instants)} instants")
     first = random.Random(seed).random()

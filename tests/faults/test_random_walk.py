@@ -30,7 +30,15 @@ def test_random_walks_are_right(engines: Ranks, trainer: str, num_ranks: int) ->
     # A launch ends early when the ranks have lost each other after a fault.
     while (left := deadline - time.monotonic()) > 0:
         walks_done += launched(
-            engines, num_ranks, walks, trainer, range(seed, 10**9), 40, 0.3, left, timeout=left + 100
+            engines,
+            num_ranks,
+            walks,
+            trainer,
+            range(seed, 10**9),
+            40,
+            0.3,
+            left,
+            timeout=left + 100,
         )
         seed = walks_done[-1].seed + 1
     assert [story(walk) for walk in walks_done if walk.wrong] == []

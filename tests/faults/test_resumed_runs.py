@@ -16,7 +16,9 @@ SETTINGS = 'RUN, NUM_STEPS, LENGTH = Path("runs/ppo"), 8, 11'
 
 def run(directory: Path, num_steps: int) -> list[str]:
     lines = []
-    code = PROGRAM.read_text().replace(SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11")
+    code = PROGRAM.read_text().replace(
+        SETTINGS, f"RUN, NUM_STEPS, LENGTH = Path({str(directory)!r}), {num_steps}, 11"
+    )
     exec(compile(code, str(PROGRAM), "exec"), {"print": lines.append, "__file__": str(PROGRAM)})
     return lines
 

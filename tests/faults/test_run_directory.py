@@ -120,7 +120,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize("damage", ["latest", "progress.json", "__1_0.distcp"])
-def test_a_damaged_directory_is_refused_unchanged(trained: Job, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_directory_is_refused_unchanged(
+    trained: Job, tmp_path: Path, damage: str
+) -> None:
     """The error names the damaged file."""
     if not trained.rows():
         assert trained.run(None, "rl_config.iterations=1").status == 0
@@ -158,7 +160,9 @@ def test_too_small_shared_memory_is_reported_before_vllm_is_built(tmp_path: Path
 def _kernels_share_memory() -> bool:
     """Return whether vLLM's kernels here exchange tensors through /dev/shm. Uses a new process."""
     program = "import torch, vllm._custom_ops; print(hasattr(torch.ops._C, 'init_shm_manager'))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     return {"True": True, "False": False}[result.stdout.splitlines()[-1]]
 
 

@@ -57,7 +57,9 @@ class Servers:
         directory = self.directory / f"server{self._number}"
         self._number += 1
         options = {"environment": faulty(self.directory), "port": self._port}
-        self.now = self._ends.enter_context(serving(model, directory, *FILLED, *PLAIN, *arguments, **options))
+        self.now = self._ends.enter_context(
+            serving(model, directory, *FILLED, *PLAIN, *arguments, **options)
+        )
         self._port = int(self.now.url.rpartition(":")[2])
         return self.now
 
@@ -113,7 +115,9 @@ class Pairs:
                 self._servers.renew()
             directory = self._directory / f"trainers{self._number}"
             self._number += 1
-            trainers = self._ends.enter_context(Trainers(directory, self._model, self._servers.now.url))
+            trainers = self._ends.enter_context(
+                Trainers(directory, self._model, self._servers.now.url)
+            )
             self._pair = Pair(self._servers, trainers)
         return self._pair
 
@@ -127,7 +131,12 @@ class Pairs:
 
 def save_served_model(directory: Path) -> Path:
     """Write the model of all trainers; return its directory."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128, "eos_token_id": 9}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "max_position_embeddings": 128,
+        "eos_token_id": 9,
+    }
     path = save_model(directory, "qwen2", **sizes)
     save_numbers(path)
     return path
@@ -146,7 +155,9 @@ def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="module")
-def pairs(model: str, servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+def pairs(
+    model: str, servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pairs]:
     pairs = Pairs(model, servers, tmp_path_factory.mktemp("pairs"))
     yield pairs
     pairs.close()
@@ -173,7 +184,11 @@ def left_in_shared_memory(before: set[str]) -> list[str]:
     deadline = time.monotonic() + 5
     left = None
     while True:
-        now = {path.name for path in SHARED_MEMORY.iterdir() if path.name not in before and not is_mapped(path)}
+        now = {
+            path.name
+            for path in SHARED_MEMORY.iterdir()
+            if path.name not in before and not is_mapped(path)
+        }
         left = now if left is None else left & now
         if not left or time.monotonic() > deadline:
             return sorted(left)
@@ -217,7 +232,10 @@ def draws_tokens(server: Server) -> bool | str:
 
 def rows_of(results: list[Result | None]) -> list[Any]:
     """Return the results in short."""
-    return [None if result is None else [result.error, result.seconds, result.text[-400:]] for result in results]
+    return [
+        None if result is None else [result.error, result.seconds, result.text[-400:]]
+        for result in results
+    ]
 
 
 def check_well(results: list[Result | None]) -> list[Result]:
@@ -231,7 +249,9 @@ def check_published(pair: Pair, results: list[Result | None]) -> None:
     url = pair.servers.now.url
     assert {result.state for result in well} == {"infer"}
     assert well[0].tokens == well[1].tokens
-    assert requests.get(f"{url}/weight_info", timeout=30).json()["weight_version"] == str(well[0].version)
+    assert requests.get(f"{url}/weight_info", timeout=30).json()["weight_version"] == str(
+        well[0].version
+    )
     assert requests.get(f"{url}/is_paused", timeout=30).json()["is_paused"] is False
 
 
@@ -338,7 +358,14 @@ LOST = [
 
 @pytest.mark.parametrize(("action", "moment", "how", "rank"), LOST)
 def test_a_trainer_is_lost(
-    model: str, servers: Servers, free_server: Server, tmp_path: Path, rank: int, moment: str, how: str, action: str
+    model: str,
+    servers: Servers,
+    free_server: Server,
+    tmp_path: Path,
+    rank: int,
+    moment: str,
+    how: str,
+    action: str,
 ) -> None:
     """The other trainer ends; the server survives and accepts the weights of new trainers."""
     processes = free_server.processes()
@@ -386,7 +413,10 @@ def test_new_trainers_fail_after_taking_the_weights_of_a_running_server(
 def test_one_of_two_workers_raises(model: str, tmp_path: Path) -> None:
     """Later replies of the workers belong to later requests of the engine core."""
     servers = Servers(model, tmp_path, "--tensor-parallel-size", "2")
-    with contextlib.closing(servers), Trainers(tmp_path / "trainers", model, servers.now.url) as trainers:
+    with (
+        contextlib.closing(servers),
+        Trainers(tmp_path / "trainers", model, servers.now.url) as trainers,
+    ):
         Pair(servers, trainers)
         fail_in_commit(tmp_path, "raise")
         check_failed(trainers.do("publish"), KILLED)
@@ -399,5 +429,7 @@ def test_one_of_two_workers_raises(model: str, tmp_path: Path) -> None:
 
 def checksums(server: Server) -> str:
     """Return the checksums of all workers' weights."""
-    response = requests.post(f"{server.url}/weight_checker", json={"action": "checksum"}, timeout=30)
+    response = requests.post(
+        f"{server.url}/weight_checker", json={"action": "checksum"}, timeout=30
+    )
     return str(sorted(response.json()["checksums"].items())) if response.ok else response.text[:200]

@@ -27,9 +27,16 @@ def test_a_killed_verify_leaves_nothing(number: signal.Signals, tmp_path: Path) 
     """The signal comes while transformers computes in a process that a rank started."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = ["-m", "hybrid_engine", "verify", *job(write_config(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2)]
+    command = [
+        "-m",
+        "hybrid_engine",
+        "verify",
+        *job(write_config(tmp_path, LLAMA_3_8B), 2, tp=2, infer_tp=2),
+    ]
     with Running(command, tmp_path, {"TMPDIR": str(temporary)}) as running:
-        running.wait_for(lambda: any(".verify.reference" in line for line in running.processes().values()))
+        running.wait_for(
+            lambda: any(".verify.reference" in line for line in running.processes().values())
+        )
         running.launcher.send_signal(number)
         signalled = time.monotonic()
         running.wait(MOST_SECONDS)

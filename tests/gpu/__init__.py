@@ -3,7 +3,7 @@ docs/gpu.md.
 
     conftest.py               a process per class, records, the time budget
     needs.py                  requirements of each stage on the machine
-    test_stage1_memory.py     one GPU without vLLM: the driver, buffers, offloads, reads by another process
+    test_stage1_memory.py     one GPU without vLLM: driver, buffers, offloads, reads by a process
     test_stage2a_alone.py     one GPU: vLLM's libraries, Megatron and vLLM, each alone
     test_stage2b_together.py  both engines in one process
     test_stage2c_fresh.py     completions of a separate vLLM equal stage 2b's

@@ -6,7 +6,7 @@ each class (or file without classes), whose reports it forwards. A crash, a hang
 context thus affects only one class.
 
     parent   _Run.reports_of(item) -> lacking(...), or _Process.reports_of(item)
-    child    --inside DIRECTORY: writes starts and reports of checks to a file there, and all output to another
+    child    --inside DIRECTORY: writes starts and reports of checks to a file there
 
 If a fixture fails, the first check that needs it fails; the others are skipped with the name of
 that check.
@@ -41,7 +41,12 @@ SECONDS_ON_ONE_GPU = 600.0
 SECONDS_ON_SEVERAL = 3000.0
 """Default budgets: of stages 1 and 2, and in addition of stage 3."""
 MINUTES_ON_THE_CPU = (
-    *("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage2d_server.py", "test_stage3_ranks.py"),
+    *(
+        "test_stage2a_alone.py",
+        "test_stage2c_fresh.py",
+        "test_stage2d_server.py",
+        "test_stage3_ranks.py",
+    ),
 )
 """Files that `make test` leaves out."""
 # Names of a child's files.
@@ -61,15 +66,27 @@ class Note(Protocol):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("checks on GPUs")
-    group.addoption("--device", choices=("cuda", "cpu"), help="cpu: run the checks that need no GPU")
-    group.addoption("--budget", type=float, help="seconds for all checks together; later ones are skipped")
-    group.addoption("--records", metavar="FILE", help="write a line of JSON for the machine, and for each check")
-    group.addoption("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
+    group.addoption(
+        "--device", choices=("cuda", "cpu"), help="cpu: run the checks that need no GPU"
+    )
+    group.addoption(
+        "--budget", type=float, help="seconds for all checks together; later ones are skipped"
+    )
+    group.addoption(
+        "--records", metavar="FILE", help="write a line of JSON for the machine, and for each check"
+    )
+    group.addoption(
+        "--vllm",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an engine argument of vLLM",
+    )
     group.addoption("--inside", help=argparse.SUPPRESS)
 
 
 # -- in a child
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +173,7 @@ class _Inside:
 
 
 # -- in the parent
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Run:
@@ -178,7 +195,9 @@ class _Run:
         self._records = None
         if path := config.getoption("records", None):
             self._records = ends.enter_context(_opened(path))
-            self._record(device=self.device, budget_seconds=self.seconds, facts=facts_of(self.machine))
+            self._record(
+                device=self.device, budget_seconds=self.seconds, facts=facts_of(self.machine)
+            )
 
     @property
     def left(self) -> float:
@@ -186,22 +205,36 @@ class _Run:
 
     @property
     def over(self) -> str:
-        return f"the {self.seconds:g} s for all checks were over: --budget gives more, -k chooses fewer"
+        return (
+            f"the {self.seconds:g} s for all checks were over: --budget gives more, -k "
+            "chooses fewer"
+        )
 
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
         group = _group(item)
         if group not in self._groups:
-            self._groups[group] = self._begin([other for other in item.session.items if _group(other) == group])
+            self._groups[group] = self._begin(
+                [other for other in item.session.items if _group(other) == group]
+            )
         process, reasons = self._groups[group]
         missing = reasons[item.nodeid]
         reports = [_skipped(item, "; ".join(missing))] if missing else process.reports_of(item)
         last = next((report for report in reports if not report.passed), reports[-1])
         properties = {name: value for report in reports for name, value in report.user_properties}
         seconds = sum(report.duration for report in reports)
-        reason = last.longrepr[2].removeprefix("Skipped: ") if last.skipped else last.longreprtext[-_MAX_TEXT:]
+        reason = (
+            last.longrepr[2].removeprefix("Skipped: ")
+            if last.skipped
+            else last.longreprtext[-_MAX_TEXT:]
+        )
         output = dict(last.sections).get(OUTPUT_TITLE, "")
         self._record(
-            check=item.nodeid, outcome=last.outcome, seconds=seconds, **properties, reason=reason, output=output
+            check=item.nodeid,
+            outcome=last.outcome,
+            seconds=seconds,
+            **properties,
+            reason=reason,
+            output=output,
         )
         return reports
 
@@ -217,7 +250,9 @@ class _Run:
         Reasons depend on the resources that are free before the start.
         """
         reasons = {item.nodeid: self._lacking(item) for item in items}
-        return _Process(self, len(self._groups), [item for item in items if not reasons[item.nodeid]]), reasons
+        return _Process(
+            self, len(self._groups), [item for item in items if not reasons[item.nodeid]]
+        ), reasons
 
     def _record(self, **record: Any) -> None:
         if self._records is not None:
@@ -237,7 +272,15 @@ class _Process:
 
     def _work(self) -> None:
         config = self._run.config
-        arguments = ["-m", "pytest", "-qq", "--no-header", "--no-summary", "-s", "--timeout-method=thread"]
+        arguments = [
+            "-m",
+            "pytest",
+            "-qq",
+            "--no-header",
+            "--no-summary",
+            "-s",
+            "--timeout-method=thread",
+        ]
         arguments += ["-pno:cacheprovider", "-pno:warnings", "-pno:logging", "-pno:xdist"]
         arguments += ["--device", self._run.device]
         arguments += [f"--confcutdir={Path(__file__).parent}", f"--rootdir={config.rootpath}"]
@@ -248,7 +291,9 @@ class _Process:
         arguments += [item.nodeid for item in self._items]
         if self._items and self._run.left > 0:
             environment = {"PYTEST_ADDOPTS": ""}
-            self._ended = run_ranks(arguments, 1, self._run.left, environment=environment, directory=config.rootpath)
+            self._ended = run_ranks(
+                arguments, 1, self._run.left, environment=environment, directory=config.rootpath
+            )
 
     def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
         is_last = item is self._items[-1]
@@ -262,11 +307,16 @@ class _Process:
                 break
             time.sleep(_POLL_INTERVAL)
         config = self._run.config
-        reports = [config.hook.pytest_report_from_serializable(config=config, data=line) for line in reported]
+        reports = [
+            config.hook.pytest_report_from_serializable(config=config, data=line)
+            for line in reported
+        ]
         starts = {line["begun"]: line["output_starts"] for line in lines if "begun" in line}
         if not is_over:
             reports.append(self._unfinished(item, starts.keys()))
-        elif is_last and self._ended is not None and self._ended.status not in (0, 1, None):  # 0 and 1 are pytest's.
+        elif (
+            is_last and self._ended is not None and self._ended.status not in (0, 1, None)
+        ):  # 0 and 1 are pytest's.
             reports.append(_report(item, "failed", f"{self._how}, after its checks", "teardown"))
         for report in reports:
             if report.skipped:
@@ -298,7 +348,11 @@ class _Process:
     def _how(self) -> str:
         assert self._ended.status is not None
         status = self._ended.status
-        return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"
+        return (
+            f"its process was ended by signal {-status}"
+            if status < 0
+            else f"its process ended with status {status}"
+        )
 
 
 def _skipped(item: pytest.Item, reason: str) -> pytest.TestReport:
@@ -328,12 +382,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     run = _run_of(config)
     lines = [f"{name}: {value}" for name, value in facts_of(run.machine).items()]
     if run.device == "cpu":
-        lines.append("Without a GPU: contents and bytes are checked, times mean nothing, and no line of CUDA runs.")
+        lines.append(
+            "Without a GPU: contents and bytes are checked, times mean nothing, "
+            "and no line of CUDA runs."
+        )
     return [*lines, f"time for all checks: {run.seconds:g} s (--budget)"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name in MINUTES_ON_THE_CPU and not config.getoption("device", None) else None
+    return (
+        True
+        if collection_path.name in MINUTES_ON_THE_CPU and not config.getoption("device", None)
+        else None
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -355,7 +416,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Show the figure in the line of a check."""
-    figure = dict(report.user_properties).get("figure") if hasattr(report, "user_properties") else None
+    figure = (
+        dict(report.user_properties).get("figure") if hasattr(report, "user_properties") else None
+    )
     if report.when != "call" or report.skipped or figure is None:
         return None
     return report.outcome, "." if report.passed else "F", f"{report.outcome.upper()} {figure}"

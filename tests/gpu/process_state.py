@@ -19,8 +19,14 @@ FROZEN = "objects frozen by the collector"
 """A setting that vLLM changes during its life, so that the collector skips its start-up heap."""
 
 # Not memory of the driver, of hardware (cuda.*) or the software GPU, and tqdm's semaphore.
-_SHARED_MEMORY = re.compile(r"(/dev/shm/(?!cuda\.|software_gpu\.|sem\.)\S+|/memfd:hybrid_engine\.\S+)")
-_HELPERS = ("multiprocessing.resource_tracker", "_inductor/compile_worker", "_inductor.compile_worker")
+_SHARED_MEMORY = re.compile(
+    r"(/dev/shm/(?!cuda\.|software_gpu\.|sem\.)\S+|/memfd:hybrid_engine\.\S+)"
+)
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "_inductor/compile_worker",
+    "_inductor.compile_worker",
+)
 """Helper processes of Python and torch, which last as long as the process."""
 
 
@@ -49,13 +55,20 @@ class ProcessState:
             old = before.settings.get(name)
             new = self.settings.get(name)
             if new != old:
-                changes.append(f"{name} changed" if is_secret(name) else f"{name}: {new}, was {old}")
+                changes.append(
+                    f"{name} changed" if is_secret(name) else f"{name}: {new}, was {old}"
+                )
         return changes
 
     def left_behind(self, before: ProcessState) -> list[str]:
         """Return descriptions of new child processes and shared memory."""
-        children = [f"process {pid}: {self.children[pid]}" for pid in sorted(self.children.keys() - before.children)]
-        return children + [f"shared memory {name}" for name in sorted(self.shared_memory - before.shared_memory)]
+        children = [
+            f"process {pid}: {self.children[pid]}"
+            for pid in sorted(self.children.keys() - before.children)
+        ]
+        return children + [
+            f"shared memory {name}" for name in sorted(self.shared_memory - before.shared_memory)
+        ]
 
 
 def _settings() -> Iterator[tuple[str, object]]:
@@ -76,7 +89,13 @@ def _settings() -> Iterator[tuple[str, object]]:
 def _children() -> Iterator[tuple[int, str]]:
     for pid in children_of(os.getpid()):
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            command = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
         except OSError:  # The process has ended.
             continue
         # A zombie has no command.

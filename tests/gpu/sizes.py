@@ -32,7 +32,12 @@ _TINY_MODEL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
 }
 _GPU_MODEL = {
-    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000},
+    **{
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 12,
+        "vocab_size": 32000,
+    },
     **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }
 
@@ -96,7 +101,10 @@ SOFTWARE_GPU = Sizes(
     vllm={
         "attention_backend": "TRITON_ATTN",
         "disable_custom_all_reduce": True,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},  # Inductor would compile for a GPU.
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL",
+        },  # Inductor would compile for a GPU.
         # No compilation; vLLM's warm-up would drop tensors that are still being copied.
         "kernel_config": {"enable_jit_warmup": False},
     },

@@ -91,7 +91,8 @@ class SmallJob:
 
     def prompts(self) -> list[list[int]]:
         return [
-            [(7 * start + 3 * index) % 500 for index in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)
+            [(7 * start + 3 * index) % 500 for index in range(length)]
+            for start, length in enumerate(_PROMPT_LENGTHS)
         ]
 
 
@@ -119,7 +120,10 @@ def differences_of_answers(actual: Sequence[Answer], expected: Sequence[Answer])
         for index, (token, logprob, expected_token, expected_logprob) in enumerate(columns):
             if abs(logprob - expected_logprob) > MAX_NATS:
                 instead = f"token {expected_token} with {expected_logprob:.3f} nats"
-                return f"prompt {prompt}, position {index}: token {token} with {logprob:.3f} nats, not {instead}"
+                return (
+                    f"prompt {prompt}, position {index}: token {token} with "
+                    f"{logprob:.3f} nats, not {instead}"
+                )
             if token != expected_token:
                 break
     return ""
@@ -131,5 +135,8 @@ def differences(actual: Sequence[Sequence[int]], expected: Sequence[Sequence[int
         if list(tokens) != list(reference):
             pairs = enumerate(zip(tokens, reference, strict=False))
             start = next((index for index, pair in pairs if pair[0] != pair[1]), "the end")
-            return f"prompt {prompt} differs from token {start} on: {list(tokens)}, not {list(reference)}"
+            return (
+                f"prompt {prompt} differs from token {start} on: {list(tokens)}, not "
+                f"{list(reference)}"
+            )
     return ""

@@ -17,7 +17,12 @@ from benchmarks.timings import Memory, Timing, seconds_of, synchronize
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver
-from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, reading
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    allocate_elastic,
+    exported_buffer_of,
+    reading,
+)
 from hybrid_engine.tools.verify.machine import GIB, available_host_nbytes, memory_users, versions
 from tests.gpu.conftest import Note
 from tests.gpu.needs import too_little
@@ -56,7 +61,8 @@ def driver(target: Target) -> CudaDriver:
         pytest.skip(f"cuda-bindings is missing: {INSTALL_HINT}")
     if target.driver is None:
         pytest.skip(
-            "the driver has no virtual memory with file descriptors here: training buffers will be ordinary tensors, "
+            "the driver has no virtual memory with file descriptors here: training "
+            "buffers will be ordinary tensors, "
             "which leave only whole, and ranks of a host send messages"
         )
     return target.driver
@@ -91,7 +97,9 @@ class TestMemory:
                 driver.release(handle)
 
         try:
-            taking, giving = (seconds_of(target.device, action) / NUM_MAPPED for action in (take, give_back))
+            taking, giving = (
+                seconds_of(target.device, action) / NUM_MAPPED for action in (take, give_back)
+            )
         finally:
             give_back()
             driver.unreserve(address, NUM_MAPPED * chunk)
@@ -99,9 +107,13 @@ class TestMemory:
         note(figure, "at most 5 ms", taking=taking, giving=giving)
         assert not sizes_on(target).are_times_judged or max(taking, giving) <= MAX_MAPPING_SECONDS
 
-    def test_buffer_release_and_restore(self, driver: CudaDriver, target: Target, note: Note) -> None:
+    def test_buffer_release_and_restore(
+        self, driver: CudaDriver, target: Target, note: Note
+    ) -> None:
         """A release and a restore of an elastic buffer keep its address and contents."""
-        values = torch.arange(3 * device_pages.CHUNK_NBYTES // 4 + 5, dtype=torch.float32, device=target.device)
+        values = torch.arange(
+            3 * device_pages.CHUNK_NBYTES // 4 + 5, dtype=torch.float32, device=target.device
+        )
         flat = allocate_elastic(values.numel(), torch.float32, target.elastic, "param")
         buffer = exported_buffer_of(flat)
         assert buffer is not None, "no elastic memory in spite of a driver"
@@ -114,13 +126,17 @@ class TestMemory:
         buffer.release(buffer.granularity)
         freed = before - target.taken_nbytes()
         note(f"{size(freed)} freed", nbytes=freed)
-        assert freed == pytest.approx(resident - buffer.granularity, abs=driver.granularity()), "bytes freed"
+        assert freed == pytest.approx(resident - buffer.granularity, abs=driver.granularity()), (
+            "bytes freed"
+        )
         assert buffer.resident_nbytes() == buffer.granularity
         buffer.restore()
         assert flat.data_ptr() == address
         assert torch.equal(flat[kept], values[kept]), "what was kept changed"
         flat.fill_(2)
-        assert flat.sum(dtype=torch.float64).item() == 2 * values.numel(), "memory that came back has wrong values"
+        assert flat.sum(dtype=torch.float64).item() == 2 * values.numel(), (
+            "memory that came back has wrong values"
+        )
 
     def test_buffer_mapped_as_by_a_peer(self, driver: CudaDriver, target: Target) -> None:
         """Map the same memory a second time, as another process does."""
@@ -131,7 +147,9 @@ class TestMemory:
         synchronize(target.device)
         try:
             with reading(buffer.export(), target.elastic) as mapped:
-                assert torch.equal(mapped.view(torch.float32), values), "the mapping has other values"
+                assert torch.equal(mapped.view(torch.float32), values), (
+                    "the mapping has other values"
+                )
         except TransportError as error:
             pytest.skip(str(error))
 
@@ -144,8 +162,12 @@ class TestMemory:
         with forked_child():
             buffer.release()
             freed = before - target.taken_nbytes()
-        note(f"{size(freed)} of {size(buffer.nbytes)} freed while a forked child lives", nbytes=freed)
-        remedy = "the child holds the rest: do not fork after the engine is built (DataLoader: spawn)"
+        note(
+            f"{size(freed)} of {size(buffer.nbytes)} freed while a forked child lives", nbytes=freed
+        )
+        remedy = (
+            "the child holds the rest: do not fork after the engine is built (DataLoader: spawn)"
+        )
         assert freed >= 0.9 * buffer.nbytes, remedy
 
     def test_release_behind_a_kernel(self, driver: CudaDriver, target: Target, note: Note) -> None:
@@ -189,14 +211,20 @@ class TestOffload:
         first = figures[offloads.FIRST_OFFLOAD]
         later = figures[offloads.OFFLOAD]
         rate = first.nbytes / max(first.seconds - later.seconds, 1e-9)
-        note(f"{rate / 1e9:.1f} GB/s", f"at least {MIN_REGISTERED / 1e9:g} GB/s", bytes_per_second=rate)
+        note(
+            f"{rate / 1e9:.1f} GB/s",
+            f"at least {MIN_REGISTERED / 1e9:g} GB/s",
+            bytes_per_second=rate,
+        )
         assert not sizes_on(target).are_times_judged or rate >= MIN_REGISTERED
 
     @pytest.mark.parametrize("name", MAX_BYTES)
     def test_bytes(self, name: str, figures: dict[str, Memory], note: Note) -> None:
         figure = figures[name]
         share = MAX_BYTES[name]
-        limit = f"{figure.ratio:.2f} of {size(figure.whole_nbytes)} ({figure.whole}); at most {share:g}"
+        limit = (
+            f"{figure.ratio:.2f} of {size(figure.whole_nbytes)} ({figure.whole}); at most {share:g}"
+        )
         note(size(figure.nbytes), limit, nbytes=figure.nbytes, beside_nbytes=figure.whole_nbytes)
         segment = SEGMENT_NBYTES if name == offloads.LEFT_TAKEN else 0
         assert figure.nbytes <= share * figure.whole_nbytes + segment
@@ -213,7 +241,9 @@ class TestPull:
     @pytest.fixture(scope="class")
     def figures(self, driver: CudaDriver, target: Target) -> dict[str, Timing]:
         where = SIMULATED if target.is_simulated else "cuda:0"
-        return pulled(pulls.PullTask((where, where), shape_on(target), bucket_nbytes(target), REPEAT))
+        return pulled(
+            pulls.PullTask((where, where), shape_on(target), bucket_nbytes(target), REPEAT)
+        )
 
     @pytest.mark.parametrize("name", [pulls.COPIES, pulls.WITH_MAPPING])
     def test_rate(self, name: str, figures: dict[str, Timing], target: Target, note: Note) -> None:
@@ -232,7 +262,10 @@ def judge(figure: Timing, target: Target, note: Note) -> None:
     """Compare a rate with plain copies, if times are judged."""
     is_judged = sizes_on(target).are_times_judged
     share = MIN_SHARES[figure.name]
-    floor = f"{figure.of_floor:.0%} of {figure.nbytes / figure.floor_seconds / 1e9:.1f} GB/s ({figure.floor})"
+    floor = (
+        f"{figure.of_floor:.0%} of {figure.nbytes / figure.floor_seconds / 1e9:.1f} "
+        f"GB/s ({figure.floor})"
+    )
     limit = f"at least {share:.0%}" if is_judged else "not judged"
     seconds = {"seconds": figure.seconds, "floor_seconds": figure.floor_seconds}
     note(f"{figure.gb_per_second:.1f} GB/s", f"{floor}; {limit}", nbytes=figure.nbytes, **seconds)
@@ -255,10 +288,13 @@ def shape_on(target: Target) -> ModelShape:
         if on_device < free and on_host < available:
             return shape
     if free <= on_device:
-        users = memory_users().get(f"GPU-{torch.cuda.get_device_properties(target.device).uuid}", ())
+        users = memory_users().get(
+            f"GPU-{torch.cuda.get_device_properties(target.device).uuid}", ()
+        )
         pytest.skip(too_little(str(target.device), free, on_device, users))
     pytest.skip(
-        f"{available / GIB:.0f} GiB of host memory are available, and {on_host / GIB:.0f} are needed: raise the "
+        f"{available / GIB:.0f} GiB of host memory are available, and "
+        f"{on_host / GIB:.0f} are needed: raise the "
         "container's limit, or end what else runs"
     )
 

@@ -71,7 +71,9 @@ class TestMegatron:
     def test_steps_with_offloads(self, state: list[int]) -> None:
         assert state
 
-    def test_steps_in_ordinary_memory_give_the_same_bits(self, job: SmallJob, state: list[int]) -> None:
+    def test_steps_in_ordinary_memory_give_the_same_bits(
+        self, job: SmallJob, state: list[int]
+    ) -> None:
         ordinary = mock.patch.object(elastic, "driver_of", return_value=None)
         assert state_after_steps(job, ordinary, is_offloaded=False) == state
 
@@ -81,7 +83,9 @@ class TestMegatron:
         assert state_after_steps(replace(job, eager=False), nullcontext(), is_offloaded=False)
 
 
-def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_offloaded: bool) -> list[int]:
+def state_after_steps(
+    job: SmallJob, memory: AbstractContextManager[Any], *, is_offloaded: bool
+) -> list[int]:
     """Return digests of the parameters after steps that depend on the optimizer's state."""
     from hybrid_engine.trainer.megatron.actor import build_actor
 
@@ -100,7 +104,11 @@ def state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_
             if is_offloaded:
                 offloader.offload()
                 offloader.onload()
-        items = [item for item in engine.model.offload_items() if (item.kind, item.action) == ("param", "copy")]
+        items = [
+            item
+            for item in engine.model.offload_items()
+            if (item.kind, item.action) == ("param", "copy")
+        ]
         return [box_digest(item.tensor) for item in items]
 
 
@@ -145,7 +153,11 @@ class TestVllm:
         assert first.completions
 
     def test_its_position_was_traced_without_memory(self, first: Served, note: Note) -> None:
-        note(f"{first.traced_nbytes / GIB:.2f} GiB of the GPU taken", "less than weights", nbytes=first.traced_nbytes)
+        note(
+            f"{first.traced_nbytes / GIB:.2f} GiB of the GPU taken",
+            "less than weights",
+            nbytes=first.traced_nbytes,
+        )
         held = first.engine.adaptor.layout()
         assert (first.traced.buffers, {*first.traced.shards}) == (held.buffers, {*held.shards})
         assert first.traced_nbytes < first.engine.adaptor.nbytes
@@ -159,7 +171,9 @@ class TestVllm:
     def test_released_and_filled_again(self, first: Served, drawn_again: list[list[int]]) -> None:
         assert not differences(drawn_again, first.completions)
 
-    def test_built_again(self, job: SmallJob, first: Served, drawn_again: list[list[int]], ranks: Job) -> None:
+    def test_built_again(
+        self, job: SmallJob, first: Served, drawn_again: list[list[int]], ranks: Job
+    ) -> None:
         first.engine.release()
         first.engine.shutdown()
         second = served(job, ranks)
@@ -174,9 +188,13 @@ def served(job: SmallJob, ranks: Job) -> Served:
     config = job.config()
     table = table_for(config.hf_config())
     before = taken_nbytes(ranks.device)
-    traced = layout_of_position(inference_settings(config, 1), ranks, table.shapes, dtypes=table.dtypes)
+    traced = layout_of_position(
+        inference_settings(config, 1), ranks, table.shapes, dtypes=table.dtypes
+    )
     traced_nbytes = taken_nbytes(ranks.device) - before
-    engine = InferenceEngine(inference_settings(config, 1), table.shapes, ranks, dtypes=table.dtypes)
+    engine = InferenceEngine(
+        inference_settings(config, 1), table.shapes, ranks, dtypes=table.dtypes
+    )
     fill(engine)
     return Served(engine, drawn(engine, job), taken_nbytes(ranks.device), traced, traced_nbytes)
 

@@ -89,7 +89,8 @@ class Engines:
         self.calls_of_switches = self.calls  # Of the last of `switches`.
         started = time.perf_counter()
         with mock.patch(
-            "hybrid_engine.assembly.build_inference_engine", self._with_state_noted(build_inference_engine)
+            "hybrid_engine.assembly.build_inference_engine",
+            self._with_state_noted(build_inference_engine),
         ):
             self.worker = ActorHybridWorker(self.config)
         self.build_seconds = time.perf_counter() - started
@@ -116,7 +117,9 @@ class Engines:
         return ProcessState.now().changes(self.before_vllm, but=("$PYTEST_CURRENT_TEST", *but))
 
     def train(self, seed: int) -> None:
-        self.worker.update(tokens_and_labels(seed, self.worker.table.dims.vocab_size, 4), cross_entropy)
+        self.worker.update(
+            tokens_and_labels(seed, self.worker.table.dims.vocab_size, 4), cross_entropy
+        )
 
     def enter(self, state: State) -> ReshardReport:
         with self._counted(state):
@@ -152,7 +155,9 @@ class Engines:
         return completions
 
     def digests(self) -> list[int]:
-        self.worker.train.guard(["optimizer"])  # It may still be on its way, and no hook sees a direct read.
+        self.worker.train.guard(
+            ["optimizer"]
+        )  # It may still be on its way, and no hook sees a direct read.
         items = [item for item in self.worker.train.offload_items() if item.action == "copy"]
         return [box_digest(item.tensor) for item in items]
 
@@ -201,12 +206,21 @@ class Engines:
         }
         self.worker.shutdown()
         del self.worker
-        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # Of a check that failed before.
+        for name in (
+            "last_exc",
+            "last_type",
+            "last_value",
+            "last_traceback",
+        ):  # Of a check that failed before.
             setattr(sys, name, None)
         gc.collect()
         left = ProcessState.now().left_behind(self.at_first)
         if not self.on_gpu:  # On a GPU another check measures device memory.
-            left += [f"{name} is still referred to" for name, model in models.items() if model() is not None]
+            left += [
+                f"{name} is still referred to"
+                for name, model in models.items()
+                if model() is not None
+            ]
         return left
 
 
@@ -219,7 +233,9 @@ class Together:
     eager: bool
 
     @pytest.fixture(scope="class")
-    def engines(self, request: pytest.FixtureRequest, device: str, shared: Path, vllm_arguments: Values) -> Engines:
+    def engines(
+        self, request: pytest.FixtureRequest, device: str, shared: Path, vllm_arguments: Values
+    ) -> Engines:
         return Engines(SmallJob(shared, device, request.cls.eager, vllm_arguments))
 
     @pytest.fixture(scope="class")
@@ -229,7 +245,9 @@ class Together:
             engines.train(number)
             engines.taken["train"] = engines.observe()
             engines.copied_nbytes = copied_nbytes(engines.worker.train.offload_items())
-            with engines.peak.watched():  # By the driver: most memory is outside of torch's allocator.
+            with (
+                engines.peak.watched()
+            ):  # By the driver: most memory is outside of torch's allocator.
                 to_vllm.append(engines.enter(State.INFER))
             engines.taken["infer"] = engines.observe()
             to_training.append(engines.enter(State.TRAIN))
@@ -261,11 +279,16 @@ class Together:
     def test_settings_after_the_build(self, engines: Engines) -> None:
         assert engines.changed_settings(FROZEN) == []
 
-    def test_all_weights_are_compared_in_the_switch(self, engines: Engines, switches: Switches, note: Note) -> None:
+    def test_all_weights_are_compared_in_the_switch(
+        self, engines: Engines, switches: Switches, note: Note
+    ) -> None:
         table = engines.worker.table
         compared = [report.tensors_verified for report in switches[0]]
         served = sum(map(table.is_served, table.shapes))
-        note(f"{compared[0]} tensors, {switches[0][0].bytes_verified / GIB:.3f} GiB, {NUM_SWITCHES} times")
+        note(
+            f"{compared[0]} tensors, {switches[0][0].bytes_verified / GIB:.3f} GiB, "
+            f"{NUM_SWITCHES} times"
+        )
         assert compared == [served] * NUM_SWITCHES, f"of {served} that vLLM reads"
 
     def test_seconds_to_vllm(self, engines: Engines, switches: Switches, note: Note) -> None:
@@ -277,12 +300,16 @@ class Together:
         judge_seconds(engines, switches[1][1:], note)
 
     @pytest.mark.gpu
-    def test_most_device_memory_in_a_switch(self, engines: Engines, switches: Switches, note: Note) -> None:
+    def test_most_device_memory_in_a_switch(
+        self, engines: Engines, switches: Switches, note: Note
+    ) -> None:
         judge_peak(engines, note)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("state", [State.INFER, State.TRAIN])
-    def test_calls_of_a_switch(self, state: State, engines: Engines, switches: Switches, note: Note) -> None:
+    def test_calls_of_a_switch(
+        self, state: State, engines: Engines, switches: Switches, note: Note
+    ) -> None:
         """A switch makes no more launches, copies and waits than recorded."""
         if not is_software_gpu():
             pytest.skip("only the software GPU counts calls")
@@ -290,18 +317,27 @@ class Together:
 
         counts, timeline = engines.calls_of_switches[state]
         calls = by_kind(counts)
-        note(f"{', '.join(f'{number} {kind}' for kind, number in calls.items())}; {timeline}", **calls)
+        note(
+            f"{', '.join(f'{number} {kind}' for kind, number in calls.items())}; {timeline}",
+            **calls,
+        )
         recorded = RECORDED[state.name.lower()]
-        assert {kind: number for kind, number in calls.items() if number > recorded.get(kind, 0)} == {}
+        assert {
+            kind: number for kind, number in calls.items() if number > recorded.get(kind, 0)
+        } == {}
 
     def test_completions_twice_the_same(self, drawn: list[list[list[int]]]) -> None:
         assert not differences(*drawn)
 
-    def test_settings_after_completions(self, engines: Engines, completions: list[list[int]]) -> None:
+    def test_settings_after_completions(
+        self, engines: Engines, completions: list[list[int]]
+    ) -> None:
         assert engines.changed_settings(FROZEN) == []
 
     @pytest.mark.parametrize("name", SHORTAGES)
-    def test_failed_wake_up(self, name: str, engines: Engines, completions: list[list[int]]) -> None:
+    def test_failed_wake_up(
+        self, name: str, engines: Engines, completions: list[list[int]]
+    ) -> None:
         """On a full device weights find training's memory; a failed wake-up changes nothing."""
         if engines.on_gpu and driver_of(engines.device.index) is None:
             pytest.skip(f"its memory cannot be taken without cuda-bindings: {INSTALL_HINT}")
@@ -314,7 +350,9 @@ class Together:
         assert engines.worker.sharding.state is State.TRAIN, f"after: {error}"
         assert engines.digests() == before, f"training's contents changed, after: {error}"
         more = engines.observe() - engines.taken["train"]
-        assert more <= engines.taken["infer"] // 4, f"{more / GIB:.2f} GiB more are taken than in training"
+        assert more <= engines.taken["infer"] // 4, (
+            f"{more / GIB:.2f} GiB more are taken than in training"
+        )
         assert not differences(engines.drawn_after_a_switch(), completions)
 
     def test_shut_down_asleep_leaves_nothing(self, left: list[str]) -> None:
@@ -324,7 +362,9 @@ class Together:
         assert engines.changed_settings() == []
 
     @pytest.mark.gpu
-    def test_shut_down_asleep_gives_memory_back(self, engines: Engines, left: list[str], note: Note) -> None:
+    def test_shut_down_asleep_gives_memory_back(
+        self, engines: Engines, left: list[str], note: Note
+    ) -> None:
         judge_memory_back(engines.observe() - engines.taken["before"], note)
 
 
@@ -332,13 +372,17 @@ class TestEager(Together):
     eager = True
 
     @pytest.mark.gpu
-    def test_a_job_larger_than_the_device_is_refused(self, engines: Engines, left: list[str]) -> None:
+    def test_a_job_larger_than_the_device_is_refused(
+        self, engines: Engines, left: list[str]
+    ) -> None:
         """Before anything is built."""
         tiny = mock.patch("torch.cuda.mem_get_info", return_value=(2**20, 2**20))
         with tiny, pytest.raises(ConfigError, match="the phase train takes"):
             ActorHybridWorker(engines.config)
 
-    def test_built_again(self, engines: Engines, completions: list[list[int]], left: list[str]) -> None:
+    def test_built_again(
+        self, engines: Engines, completions: list[list[int]], left: list[str]
+    ) -> None:
         engines.worker = ActorHybridWorker(engines.config)
         engines.worker.load_hf_checkpoint(engines.job.checkpoint)
         engines.enter(State.INFER)
@@ -353,18 +397,26 @@ class TestGraphs(Together):
     eager = False
 
 
-def judge_seconds(engines: Engines, reports: list[ReshardReport], note: Note, **more: float) -> None:
+def judge_seconds(
+    engines: Engines, reports: list[ReshardReport], note: Note, **more: float
+) -> None:
     """Compare with a plain copy of the same bytes; the verification of weights does not count."""
     verified = [report.seconds_by_phase.get("verify", 0.0) for report in reports]
-    seconds = statistics.median(report.seconds - more for report, more in zip(reports, verified, strict=True))
+    seconds = statistics.median(
+        report.seconds - more for report, more in zip(reports, verified, strict=True)
+    )
     direction = "offload" if reports[-1].bytes_offloaded else "onload"
     moved = min(report.bytes_offloaded + report.bytes_onloaded for report in reports)
     # What no request needed the memory of does not come back: it is still there.
-    assert direction == "onload" or moved >= engines.copied_nbytes, "a switch did not move all training state"
+    assert direction == "onload" or moved >= engines.copied_nbytes, (
+        "a switch did not move all training state"
+    )
     floor = seconds_of_plain_copy(engines.device, direction, engines.copied_nbytes)
     is_judged = engines.job.sizes.are_times_judged
     limit = f"at least {MIN_SHARE:.0%}" if is_judged else "not judged"
-    beside = f"{floor / seconds:.0%} of the rate of plain page-locked copies, {floor:.3f} s; {limit}"
+    beside = (
+        f"{floor / seconds:.0%} of the rate of plain page-locked copies, {floor:.3f} s; {limit}"
+    )
     figure = f"{seconds:.3f} s, and {statistics.median(verified):.3f} to compare"
     figure += "".join(f"; the {name} {value:.3f} s" for name, value in more.items())
     note(figure, beside, seconds=seconds, floor_seconds=floor, **more)
@@ -381,8 +433,13 @@ def judge_peak(engines: Engines, note: Note) -> None:
     """Check the peak of all switches to vLLM: at most the larger side, and two buckets."""
     taken = engines.taken
     peak = engines.peak.nbytes
-    most = most_in_switches(taken["train"], taken["infer"], engines.config.generate_config.bucket_mb)
-    figure = f"{peak / GIB:.2f} GiB (training {taken['train'] / GIB:.2f}, vLLM {taken['infer'] / GIB:.2f})"
+    most = most_in_switches(
+        taken["train"], taken["infer"], engines.config.generate_config.bucket_mb
+    )
+    figure = (
+        f"{peak / GIB:.2f} GiB (training {taken['train'] / GIB:.2f}, vLLM "
+        f"{taken['infer'] / GIB:.2f})"
+    )
     limit = f"at most {SLACK:g} times the larger and two buckets, {most / GIB:.2f} GiB"
     note(figure, limit, nbytes=peak, training_nbytes=taken["train"], infer_nbytes=taken["infer"])
     assert peak <= SLACK * most

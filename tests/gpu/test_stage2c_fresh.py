@@ -20,11 +20,20 @@ from tests.harness.values import Values
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
 
-_OURS = ("distributed_executor_backend", "worker_cls", "hf_overrides", "load_format", "enable_sleep_mode")
+_OURS = (
+    "distributed_executor_backend",
+    "worker_cls",
+    "hf_overrides",
+    "load_format",
+    "enable_sleep_mode",
+)
 
 
 def fresh_completions(
-    settings: InferenceSettings, checkpoint: str, prompts: Sequence[Sequence[int]], sampling: Sampling
+    settings: InferenceSettings,
+    checkpoint: str,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
 ) -> list[list[int]]:
     """Build a vLLM that loads `checkpoint` by its own loader; return the first completion of each
     prompt.
@@ -48,7 +57,9 @@ def fresh_completions(
 def differences_of(job: SmallJob) -> str:
     """Return the first difference from both engines' completions; the kernels are the same."""
     expected = [answer.tokens for answer in job.read_answers()]
-    completions = fresh_completions(inference_settings(job.config(), 1), str(job.checkpoint), job.prompts(), GREEDY)
+    completions = fresh_completions(
+        inference_settings(job.config(), 1), str(job.checkpoint), job.prompts(), GREEDY
+    )
     return differences(completions, expected)
 
 

@@ -40,7 +40,12 @@ def server_arguments(job: SmallJob) -> list[str]:
     arguments = [*FILLED, "--skip-tokenizer-init", "--max-num-seqs", "16", "--max-model-len", "64"]
     arguments += ["--dtype", job.sizes.params_dtype, *(["--enforce-eager"] if job.eager else [])]
     nbytes = job.sizes.kv_cache_mb << 20
-    arguments += ["--kv-cache-memory-bytes", str(nbytes), "--gpu-memory-utilization", str(MEMORY_SHARE)]
+    arguments += [
+        "--kv-cache-memory-bytes",
+        str(nbytes),
+        "--gpu-memory-utilization",
+        str(MEMORY_SHARE),
+    ]
     flags = [part for name, value in job.vllm.items() for part in _flag(name, value)]
     return [*arguments, *(["--enable-sleep-mode"] if on_gpu else []), *flags]
 
@@ -71,7 +76,9 @@ def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
     with ExitStack() as ends:
         inherited = {name: value for name, value in os.environ.items() if name in INHERITED}
         arguments = server_arguments(job)
-        server = ends.enter_context(serving(str(job.checkpoint), directory, *arguments, environment=inherited))
+        server = ends.enter_context(
+            serving(str(job.checkpoint), directory, *arguments, environment=inherited)
+        )
         before = taken_nbytes(device)  # The server sleeps, and there is no trainer.
         worker = ends.enter_context(ActorHybridWorker(config_of(job, server.url)))
         at_first = taken_nbytes(device)
@@ -83,7 +90,10 @@ def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
                     reports.append(worker.sharding.last_report)
                     if number in (0, NUM_SWITCHES - 1):
                         answers = worker.generate_sequences(job.prompts(), GREEDY)
-                        actual = [Answer(list(group[0].token_ids), list(group[0].logprobs)) for group in answers]
+                        actual = [
+                            Answer(list(group[0].token_ids), list(group[0].logprobs))
+                            for group in answers
+                        ]
                         assert differences_of_answers(actual, expected) == ""
                     inferring.append(taken_nbytes(device))
                 with worker.train_context():
@@ -93,9 +103,12 @@ def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
     most = most_in_switches(max(training), max(inferring), bucket_mb)
     last = reports[-1]
     note(
-        f"a publish {last.seconds:.2f} s, {last.bytes_own / GIB:.2f} GiB on the device, {last.bytes_received} bytes "
-        f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than before the first one; at most "
-        f"{peak.nbytes / GIB:.3f} GiB taken (training {max(training) / GIB:.3f}, vLLM {max(inferring) / GIB:.3f})",
+        f"a publish {last.seconds:.2f} s, {last.bytes_own / GIB:.2f} GiB on the "
+        f"device, {last.bytes_received} bytes "
+        f"from elsewhere; {kept / GIB:.2f} GiB more taken while training than "
+        "before the first one; at most "
+        f"{peak.nbytes / GIB:.3f} GiB taken (training {max(training) / GIB:.3f}, "
+        f"vLLM {max(inferring) / GIB:.3f})",
         f"at most {MAX_KEPT / GIB:.2f} GiB more, and {SLACK:g} times {most / GIB:.3f} GiB",
         seconds=last.seconds,
         bytes_own=last.bytes_own,
@@ -113,11 +126,19 @@ def fill_and_empty(job: SmallJob, directory: Path, note: Note) -> None:
 
 
 class TestEager:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: Values, note: Note) -> None:
-        fill_and_empty(SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", note)
+    def test_filled_and_emptied(
+        self, device: str, shared: Path, vllm_arguments: Values, note: Note
+    ) -> None:
+        fill_and_empty(
+            SmallJob(shared, device, eager=True, vllm=vllm_arguments), shared / "server", note
+        )
 
 
 @pytest.mark.gpu
 class TestGraphs:
-    def test_filled_and_emptied(self, device: str, shared: Path, vllm_arguments: Values, note: Note) -> None:
-        fill_and_empty(SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", note)
+    def test_filled_and_emptied(
+        self, device: str, shared: Path, vllm_arguments: Values, note: Note
+    ) -> None:
+        fill_and_empty(
+            SmallJob(shared, device, eager=False, vllm=vllm_arguments), shared / "server", note
+        )

@@ -43,7 +43,10 @@ class Layouts:
 
     def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
         model = write_config(directory / "model", self.model)
-        memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": sizes_of("cuda").kv_cache_mb}
+        memory = {
+            "gpu_memory_utilization": MEMORY_SHARE,
+            "kv_cache_mb": sizes_of("cuda").kv_cache_mb,
+        }
         generate = {"enforce_eager": True, "vllm": dict(vllm), **memory, **self.generate}
         actor = {"params_dtype": sizes_of("cuda").params_dtype, **self.actor}
         return case_of("", model, directory / "small", self.num_ranks, actor, generate, LAYERS)
@@ -60,7 +63,9 @@ LAYOUTS = {
     "TP 2 to 1, communicators suspended": Layouts(TP2, {"suspend_communicators": True}),
     "PP 2 to TP 2, CUDA graphs": Layouts(PP2, {**INFER_TP2, **GRAPHS}),
     "experts, EP 2 to TP 2": Layouts(EP2, INFER_TP2, QWEN3_30B_A3B),
-    "experts, EP 2 to EP 2": Layouts(EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_30B_A3B),
+    "experts, EP 2 to EP 2": Layouts(
+        EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_30B_A3B
+    ),
     "ranks out of order, CUDA graphs": Layouts(
         {**TP2, **PP2}, {"infer_tensor_parallel_size": 4, **GRAPHS}, num_ranks=4
     ),
@@ -81,21 +86,32 @@ class TestReading:
     @pytest.fixture(scope="class")
     def figures(self) -> dict[str, Timing]:
         sizes = sizes_of("cuda")
-        return pulled(pulls.PullTask(("cuda:0", "cuda:1"), sizes.layers_read, sizes.flat_bucket_nbytes, REPEAT))
+        return pulled(
+            pulls.PullTask(
+                ("cuda:0", "cuda:1"), sizes.layers_read, sizes.flat_bucket_nbytes, REPEAT
+            )
+        )
 
     @pytest.mark.parametrize("name", [pulls.COPIES, pulls.WITH_MAPPING])
     def test_rate(self, name: str, figures: dict[str, Timing], note: Note) -> None:
         with target_named("cuda:0") as target:
             judge(figures[name], target, note)
 
-    def test_layout(self, figures: dict[str, Timing], vllm_arguments: Values, tmp_path: Path, note: Note) -> None:
+    def test_layout(
+        self, figures: dict[str, Timing], vllm_arguments: Values, tmp_path: Path, note: Note
+    ) -> None:
         verify(BY_READING, vllm_arguments, tmp_path, note)
 
 
 class TestLayouts:
     @pytest.mark.parametrize(
         "layouts",
-        [pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_ranks)) for name, case in LAYOUTS.items()],
+        [
+            pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_ranks))
+            for name, case in LAYOUTS.items()
+        ],
     )
-    def test_layout(self, layouts: Layouts, vllm_arguments: Values, tmp_path: Path, note: Note) -> None:
+    def test_layout(
+        self, layouts: Layouts, vllm_arguments: Values, tmp_path: Path, note: Note
+    ) -> None:
         verify(layouts, vllm_arguments, tmp_path, note)

@@ -15,7 +15,16 @@ def load_compiled(name: str, source: Path = Path("/dev/null")) -> None:
     if (compiler := shutil.which("cc")) is None:
         raise SkipTest(f"{source} requires a C compiler (cc)")
     with tempfile.TemporaryDirectory() as folder:
-        options = ["-shared", "-fPIC", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{name}"]
+        options = [
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-pthread",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-Wl,-soname,{name}",
+        ]
         command = [compiler, *options, "-o", f"{folder}/{name}", "-x", "c", str(source)]
         subprocess.run(command, check=True, timeout=60)
         ctypes.CDLL(f"{folder}/{name}", ctypes.RTLD_GLOBAL)

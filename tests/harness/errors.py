@@ -6,8 +6,8 @@
         load_config(settings)
 
 Messages are for people, so tests do not compare sentences. A test may look for a number or a name
-that a message must carry, as in ``refused(StateError, "too-few-ranks", "8")``; where `pytest.raises`
-has further arguments, `has_code` and `has_violations` are its `check`.
+that a message must carry, as in ``refused(StateError, "too-few-ranks", "8")``; where
+`pytest.raises` has further arguments, `has_code` and `has_violations` are its `check`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,24 @@ def refused(
 def violated(
     kind: type[HybridEngineError], *expected: tuple[str, str]
 ) -> AbstractContextManager[pytest.ExceptionInfo[HybridEngineError]]:
-    """Expect an error of `kind` in the block that lists exactly the violations `expected`, as (key, code)."""
+    """Expect an error of `kind` in the block that lists exactly the violations `expected`, as (key,
+    code).
+    """
     return pytest.raises(kind, check=has_violations(*expected))
 
 
 def violations_of(error: BaseException) -> list[tuple[str, str]]:
     """Return (key, code) of each violation that `error` lists, in its order."""
-    return [(item.key, item.code) for item in getattr(error, "findings", ()) if isinstance(item, Violation)]
+    return [
+        (item.key, item.code)
+        for item in getattr(error, "findings", ())
+        if isinstance(item, Violation)
+    ]
 
 
-def has_violations(*expected: tuple[str, str], exactly: bool = True) -> Callable[[BaseException], bool]:
+def has_violations(
+    *expected: tuple[str, str], exactly: bool = True
+) -> Callable[[BaseException], bool]:
     """Return a check that an error lists the violations `expected`, given as (key, code).
 
     With `exactly` it lists no others. The order does not matter.

@@ -91,7 +91,10 @@ class Host:
         """Limit this host's sending to `gbit` Gbit/s, with bursts of 1 ms or 1 MB."""
         bits = round(gbit * 1e9)
         burst = max(1_000_000, bits // 8000)
-        _run(f"tc qdisc add dev {LINK} root tbf rate {bits}bit burst {burst}b limit {8 * burst}b", self)
+        _run(
+            f"tc qdisc add dev {LINK} root tbf rate {bits}bit burst {burst}b limit {8 * burst}b",
+            self,
+        )
 
     def listeners(self) -> set[str]:
         """Return ADDRESS:PORT of every listening TCP socket of this host."""
@@ -146,7 +149,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         ends_of_link = [f"netns {host.pid} mtu {_MTU}" for host in (first, second)]
         _run(f"ip link add {LINK} {ends_of_link[0]} type veth peer name {LINK} {ends_of_link[1]}")
         for host in (first, second):
-            for command in (f"addr add {host.address}/24 dev {LINK}", f"link set {LINK} up", "link set lo up"):
+            for command in (
+                f"addr add {host.address}/24 dev {LINK}",
+                f"link set {LINK} up",
+                "link set lo up",
+            ):
                 _run(f"ip {command}", host)
             for place in ("/tmp", "/dev/shm"):
                 _run(f"mount -t tmpfs -o mode=1777 tmpfs {place}", host)
@@ -178,6 +185,9 @@ def _run(command: str, host: Host | None = None) -> None:
     """Run a command; skip the test if it is not permitted or the kernel lacks such links."""
     prefix = host.command() if host else []
     result = subprocess.run([*prefix, *command.split()], capture_output=True, text=True)
-    if any(reason in result.stderr for reason in ("not permitted", "not supported", "Unknown device type")):
+    if any(
+        reason in result.stderr
+        for reason in ("not permitted", "not supported", "Unknown device type")
+    ):
         pytest.skip(f"{command}: {result.stderr.strip()}")
     assert result.returncode == 0, f"{command}: {result.stderr}"

@@ -24,7 +24,11 @@ sys.meta_path.insert(0, Interruption())
 @contextmanager
 def left_out(package: str) -> Iterator[None]:
     """Make every import of `package` and of its submodules fail in the block."""
-    modules = {name: sys.modules.pop(name) for name in [*sys.modules] if f"{name}.".startswith(f"{package}.")}
+    modules = {
+        name: sys.modules.pop(name)
+        for name in [*sys.modules]
+        if f"{name}.".startswith(f"{package}.")
+    }
     # Python's import system raises ModuleNotFoundError for a module that is None.
     sys.modules[package] = None  # type: ignore[assignment]
     try:

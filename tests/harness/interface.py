@@ -40,7 +40,11 @@ def interface() -> dict[str, Any]:
     sections = {"": HybridConfig, "grpo.": GrpoConfig, "ppo.": PpoConfig}
     return {
         "exports": dict(_exports()),
-        "keys": {prefix + key: default for prefix, section in sections.items() for key, default in _keys(section)},
+        "keys": {
+            prefix + key: default
+            for prefix, section in sections.items()
+            for key, default in _keys(section)
+        },
         "commands": _commands(),
         "report": [field.name for field in dataclasses.fields(ReshardReport)],
         "codes": _codes(),
@@ -104,7 +108,9 @@ def constructed(call: ast.Call) -> str:
     match call.func:
         case ast.Name(id=name):
             return name
-        case ast.Attribute(attr="of", value=ast.Name(id="ConfigError" | "ArgumentError" | "BatchError")):
+        case ast.Attribute(
+            attr="of", value=ast.Name(id="ConfigError" | "ArgumentError" | "BatchError")
+        ):
             return "Violation"
     return ""
 

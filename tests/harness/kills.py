@@ -12,7 +12,9 @@ from typing import Any
 
 from hybrid_engine.errors import HybridEngineError
 
-STEPS = frozenset({"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"})
+STEPS = frozenset(
+    {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"}
+)
 """Audit events of changes to a file system; dlsym stands for renameat2, called through ctypes."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -86,7 +88,9 @@ def kill_before(step: int, pids: Iterable[int]) -> Callable[[], int]:
     return lambda: step - remaining
 
 
-def accepted_flips(paths: Iterable[Path], read: Callable[[], object], *, every: int) -> list[tuple[str, int]]:
+def accepted_flips(
+    paths: Iterable[Path], read: Callable[[], object], *, every: int
+) -> list[tuple[str, int]]:
     """Flip every n-th bit, one at a time; return the names and bits that `read` accepts.
 
     Only errors of this package refuse a file: others are raised here.

@@ -1,4 +1,6 @@
-"""Copies to the device that are made when they are waited for, as a device makes them behind other work."""
+"""Copies to the device that are made when they are waited for, as a device makes them behind other
+work.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class LateCopies:
         self.errors: list[Exception] = []
         copy = Copier.copy
 
-        def late(copier: Copier, destination: torch.Tensor, source: torch.Tensor, direction: Any) -> QueuedCopy:
+        def late(
+            copier: Copier, destination: torch.Tensor, source: torch.Tensor, direction: Any
+        ) -> QueuedCopy:
             if direction == "to host":
                 return copy(copier, destination, source, direction)
             self.under_way.append(LateCopy(self, destination, source))

@@ -1,8 +1,8 @@
 """Run a function, or the body of a test, on several real ranks, as torchrun would.
 
-    @on_ranks(2)                                              # or `on_engines(2)`, for Megatron and vLLM
+    @on_ranks(2)                            # or `on_engines(2)`, for Megatron and vLLM
     def test_a_sum(path: Path) -> None:                       # it creates its own group
-        assert sum_over_ranks() == 3                          # on every rank; a failure travels back
+        assert sum_over_ranks() == 3        # on every rank; a failure travels back
 
     @on_ranks({2: ["even", "odd"], 4: ["even"]})              # cases of each number of ranks
     def test_a_case(case: str) -> None: ...
@@ -10,8 +10,9 @@
     def test_a_sum(ranks: Ranks) -> None:                     # or `engines`
         assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module
 
-All bodies of a module on the same number of ranks run in turn, in one launch. Arguments are pickled;
-they are parameters, `tmp_path`, and fixtures that have the scope of a module or of a session.
+All bodies of a module on the same number of ranks run in turn, in one launch. Arguments are
+pickled; they are parameters, `tmp_path`, and fixtures that have the scope of a module or of a
+session.
 
 Ranks are forked from a server that has already imported torch, transformers, vLLM and Megatron,
 because these imports take longer than most tests. If a rank fails or exceeds the timeout, the
@@ -60,7 +61,11 @@ Cases = Mapping[int, Iterable[object]]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
-ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
+ENGINES = (
+    "hybrid_engine.backends.megatron",
+    "hybrid_engine.backends.vllm",
+    "tests.megatron_patches.gpt",
+)
 """Modules whose import means that a rank built an engine; Megatron and vLLM are preloaded."""
 
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
@@ -77,10 +82,22 @@ PRELOADED = [
     *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", *_DEVICE_MODULES),
     # vLLM imports these with its first engine.
     *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler"),
-    *("vllm.entrypoints.anthropic.protocol", "vllm.entrypoints.launchers.cli_args", "compressed_tensors", "peft"),
-    *("vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute"),
+    *(
+        "vllm.entrypoints.anthropic.protocol",
+        "vllm.entrypoints.launchers.cli_args",
+        "compressed_tensors",
+        "peft",
+    ),
+    *(
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.distributed.elastic_ep.elastic_execute",
+    ),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"),
-    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
+    *(
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "megatron.core.distributed",
+    ),
     *("hybrid_engine.assembly", "hybrid_engine.serving.publisher", "hybrid_engine.trainer.batches"),
     *("hybrid_engine.rl", "hybrid_engine.backends.huggingface.saving"),
     "tests.harness.frozen",
@@ -124,7 +141,9 @@ class Ranks:
 
     with_engines: bool
 
-    def launch(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
+    def launch(
+        self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300
+    ) -> list[Any]:
         """Run `function(*args)` on `num_ranks` processes; return the results by rank.
 
         `function` is a top-level function of an importable module under tests/. Its environment
@@ -134,7 +153,9 @@ class Ranks:
         """
         return self.launch_in_turn(num_ranks, {"": (function, args)}, timeout)[""]
 
-    def launch_in_turn(self, num_ranks: int, calls: Mapping[str, Call], timeout: float = 300) -> Outcomes:
+    def launch_in_turn(
+        self, num_ranks: int, calls: Mapping[str, Call], timeout: float = 300
+    ) -> Outcomes:
         """Run several functions in turn on the same ranks.
 
         A failed call ends its ranks; later calls run on new ranks. Each set of ranks has `timeout`
@@ -143,7 +164,9 @@ class Ranks:
         outcomes = Outcomes({}, {})
         pending = list(calls)
         while pending:
-            finished, failure = _launch([calls[name] for name in pending], num_ranks, timeout, self.with_engines)
+            finished, failure = _launch(
+                [calls[name] for name in pending], num_ranks, timeout, self.with_engines
+            )
             outcomes.results.update(zip(pending, finished, strict=False))
             pending = pending[len(finished) :]
             if failure is not None:
@@ -171,10 +194,15 @@ def _launch(
         ended = run_started(start, num_ranks, timeout)
         for rank in ranks:
             rank.close()
-        paths = [[_result_of(Path(directory), call, rank) for rank in range(num_ranks)] for call in range(len(calls))]
+        paths = [
+            [_result_of(Path(directory), call, rank) for rank in range(num_ranks)]
+            for call in range(len(calls))
+        ]
         finished = [
             [pickle.loads(path.read_bytes()) for path in by_rank]
-            for by_rank in itertools.takewhile(lambda by_rank: all(path.exists() for path in by_rank), paths)
+            for by_rank in itertools.takewhile(
+                lambda by_rank: all(path.exists() for path in by_rank), paths
+            )
         ]
         if ended.status == 0 and len(finished) == len(calls):
             return finished, None
@@ -192,9 +220,13 @@ def _result_of(directory: Path, call: int, rank: int) -> Path:
 
 
 class _Rank:
-    def __init__(self, environment: Mapping[str, str], output: int, directory: Path, calls: bytes) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], output: int, directory: Path, calls: bytes
+    ) -> None:
         with Connection(os.dup(output), readable=False) as writer:
-            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, calls))
+            self._process = _SERVER.Process(
+                target=_run_rank, args=(environment, writer, directory, calls)
+            )
             self._process.start()
         self.pid = self._process.pid
 
@@ -209,7 +241,9 @@ class _Rank:
         self._process.close()
 
 
-def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, calls: bytes) -> None:
+def _run_rank(
+    environment: Mapping[str, str], output: Connection, directory: Path, calls: bytes
+) -> None:
     """Main function of a rank. `calls` are pickled, so their modules are imported after set-up."""
     os.setsid()
     threading.Thread(target=end_with_launcher, daemon=True).start()
@@ -234,7 +268,9 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
             result = pickle.dumps(function(*args))
             built = [name for name in ENGINES if name in sys.modules]
             if built and not with_engines:
-                raise AssertionError(f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`")
+                raise AssertionError(
+                    f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`"
+                )
             path = _result_of(directory, number, rank)
             path.with_suffix(".new").write_bytes(result)
             path.with_suffix(".new").rename(path)  # A killed rank leaves no partial file.
@@ -301,17 +337,25 @@ def on_engines(num_ranks: int | Cases, timeout: float = 300) -> Callable[[Body],
 
 def _test_of(launcher: str, num_ranks: int | Cases, timeout: float, body: Body) -> Body:
     @functools.wraps(body)
-    def test(request: pytest.FixtureRequest, bodies: Callable[[Launch], Outcomes], **_: object) -> None:
+    def test(
+        request: pytest.FixtureRequest, bodies: Callable[[Launch], Outcomes], **_: object
+    ) -> None:
         assert bodies(_launch_of(request.node))[request.node.name]
 
-    names = dict.fromkeys(("request", "bodies", "launch", launcher, *inspect.signature(body).parameters))
+    names = dict.fromkeys(
+        ("request", "bodies", "launch", launcher, *inspect.signature(body).parameters)
+    )
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     if isinstance(num_ranks, int):
         hidden = pytest.param(Launch(launcher, num_ranks, timeout), id=pytest.HIDDEN_PARAM)
         return pytest.mark.parametrize("launch", [hidden])(test)
     launches = {Launch(launcher, number, timeout): cases for number, cases in num_ranks.items()}
-    by_case = [pytest.param(launch, case, id=str(case)) for launch, cases in launches.items() for case in cases]
+    by_case = [
+        pytest.param(launch, case, id=str(case))
+        for launch, cases in launches.items()
+        for case in cases
+    ]
     return pytest.mark.parametrize(("launch", "case"), by_case)(test)
 
 
@@ -332,9 +376,15 @@ def launched_bodies(request: pytest.FixtureRequest) -> Callable[[Launch], Outcom
     """Return a function that runs the bodies of a launch once; `request` is that of the module."""
 
     def arguments_of(item: pytest.Function) -> Mapping[str, Any]:
-        values = {"tmp_path": request.getfixturevalue("tmp_path_factory").mktemp("body"), **item.callspec.params}
+        values = {
+            "tmp_path": request.getfixturevalue("tmp_path_factory").mktemp("body"),
+            **item.callspec.params,
+        }
         names = inspect.signature(inspect.unwrap(item.function)).parameters
-        return {name: values[name] if name in values else request.getfixturevalue(name) for name in names}
+        return {
+            name: values[name] if name in values else request.getfixturevalue(name)
+            for name in names
+        }
 
     @functools.cache
     def launched(launch: Launch) -> Outcomes:

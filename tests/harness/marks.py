@@ -27,7 +27,11 @@ _IMPLIED = {"engines": ("engines", "ranks"), "ranks": ("ranks",)}
 _NAMES = ("faults", "long", "ranks", "engines", "gpu", "slow")
 _SLOW = (
     "hybrid_engine/attaching",
-    *(f"hybrid_engine/{part}/{engine}" for part in ("backends", "trainer") for engine in ("fsdp", "megatron")),
+    *(
+        f"hybrid_engine/{part}/{engine}"
+        for part in ("backends", "trainer")
+        for engine in ("fsdp", "megatron")
+    ),
     "hybrid_engine/megatron_script/test_script_settings.py",
     "hybrid_engine/models/test_derived.py",
     "hybrid_engine/test_model_engine.py",
@@ -74,7 +78,8 @@ def leaves_out(expression: str, path: Path) -> bool:
         return False
     place = _of_place(path)
     return (bool(place) and _is_never_chosen(expression, place)) or all(
-        _is_never_chosen(expression, marks | place) for marks in _marks_in(ast.parse(path.read_text()))
+        _is_never_chosen(expression, marks | place)
+        for marks in _marks_in(ast.parse(path.read_text()))
     )
 
 
@@ -94,11 +99,15 @@ def _is_never_chosen(expression: str, marks: frozenset[str]) -> bool:
 def _marks_in(tree: ast.Module) -> Iterator[frozenset[str]]:
     """Yield the marks of each test of a file: by itself, its class, its file and its fixtures."""
     file_marks = frozenset[str]()
-    taken: dict[str, set[str]] = {}  # Fixtures that each fixture of the file takes, also indirectly.
+    taken: dict[
+        str, set[str]
+    ] = {}  # Fixtures that each fixture of the file takes, also indirectly.
     for node in tree.body:
         if isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets):
             file_marks = frozenset(_marks_named(node.value))
-        elif isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(deco) for deco in node.decorator_list):
+        elif isinstance(node, ast.FunctionDef) and any(
+            "fixture" in ast.unparse(deco) for deco in node.decorator_list
+        ):
             arguments = _arguments(node)
             taken[node.name] = arguments.union(*(taken.get(name, set()) for name in arguments))
     for node in tree.body:

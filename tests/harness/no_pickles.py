@@ -20,7 +20,12 @@ def refuse_pickles() -> None:
     """Install the guard in this process."""
     import torch.distributed as dist  # Imported here because the launcher of ranks needs no torch.
 
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+    for name in (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ):
         setattr(dist, name, _refused(getattr(dist, name)))
     pickle.loads = _refused(pickle.loads)
 

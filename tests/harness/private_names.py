@@ -16,4 +16,6 @@ def exists(private: PrivateName) -> bool:
         owner = reduce(getattr, owners, importlib.import_module(module))
     except (ImportError, AttributeError):
         return False
-    return hasattr(owner, name) or (isinstance(owner, type) and name in owner.__init__.__code__.co_names)
+    return hasattr(owner, name) or (
+        isinstance(owner, type) and name in owner.__init__.__code__.co_names
+    )

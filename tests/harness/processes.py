@@ -41,7 +41,9 @@ def listening_addresses(pid: int) -> dict[int, set[Address]]:
             words = line.split()
             if words[3] == _LISTENS:
                 addresses[f"socket:[{words[9]}]"] = _address(words[1].partition(":")[0])
-    return {pid: {addresses[name] for name in _descriptors(pid) if name in addresses} for pid in pids}
+    return {
+        pid: {addresses[name] for name in _descriptors(pid) if name in addresses} for pid in pids
+    }
 
 
 _LISTENS = "0A"

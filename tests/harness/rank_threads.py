@@ -48,7 +48,9 @@ class RankThreads:
 
     def __init__(self, num_ranks: int, late: int | None = None, *, early: bool = False) -> None:
         self.early = early
-        self.posted: defaultdict[object, dict[object, Any]] = defaultdict(dict)  # by operation, then by end
+        self.posted: defaultdict[object, dict[object, Any]] = defaultdict(
+            dict
+        )  # by operation, then by end
         self._num_ranks = num_ranks
         self._late = late
         self._store = dist.HashStore()
@@ -82,14 +84,22 @@ class RankThreads:
         with ExitStack() as patches:
             for owner, name, replacement in (
                 (groups, "_connected", self._connect),
-                (job, "_wait", lambda store, names, *_: self.wait(lambda: store.check(names), f"store: {names}")),
+                (
+                    job,
+                    "_wait",
+                    lambda store, names, *_: self.wait(
+                        lambda: store.check(names), f"store: {names}"
+                    ),
+                ),
                 (agreement, "time", clock),
                 (failure_watch, "time", clock),
                 (job, "join_process_group", lambda _: False),
                 (World, "of_default_group", self._new_world),
             ):
                 patches.enter_context(mock.patch.object(owner, name, replacement))
-            threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self._num_ranks)]
+            threads = [
+                threading.Thread(target=run_rank, args=(rank,)) for rank in range(self._num_ranks)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -124,11 +134,14 @@ class RankThreads:
         able = [(is_idle, rank) for rank, (ready, _, is_idle) in self._waiting.items() if ready()]
         # The one that runs goes on for as long as it can.
         before = self._turn
-        order = sorted((is_idle, rank == self._late, rank != before, rank) for is_idle, rank in able)
+        order = sorted(
+            (is_idle, rank == self._late, rank != before, rank) for is_idle, rank in able
+        )
         self._turn = order[0][-1] if order else None
         if self._turn is None:
             self._stuck = "; ".join(
-                f"rank {rank} waits for {what}" for rank, (_, what, _) in sorted(self._waiting.items())
+                f"rank {rank} waits for {what}"
+                for rank, (_, what, _) in sorted(self._waiting.items())
             )
         self._changed.notify_all()
 
@@ -138,7 +151,9 @@ class RankThreads:
         name = f"job {self._store.add(f'jobs/{rank}', 1)}"
         return World(dist.PrefixStore(name, self._store), rank, self._num_ranks, address=name)
 
-    def _connect(self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float) -> _Gloo:
+    def _connect(
+        self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float
+    ) -> _Gloo:
         return _Gloo(self, f"{name} of {world.address}", ranks.index(world.rank), len(ranks))
 
 
@@ -172,7 +187,9 @@ class _Gloo:
     def allreduce(self, tensors: list[torch.Tensor], operation: object) -> _Work:
         assert operation is dist.ReduceOp.MAX
         (values,) = tensors
-        return self._meet("a maximum", values, lambda parts: values.copy_(torch.stack(parts).amax(0)))
+        return self._meet(
+            "a maximum", values, lambda parts: values.copy_(torch.stack(parts).amax(0))
+        )
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _Work:
         def finish(parts: Sequence[torch.Tensor]) -> None:
@@ -190,12 +207,18 @@ class _Gloo:
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Work:
         return self._exchange("received", tensors[0], (peer, self._position))
 
-    def _meet(self, what: str, values: torch.Tensor, finish: Callable[[Sequence[torch.Tensor]], object]) -> _Work:
+    def _meet(
+        self, what: str, values: torch.Tensor, finish: Callable[[Sequence[torch.Tensor]], object]
+    ) -> _Work:
         number = next(self._numbers[None])
         parts = self._ranks.posted[self._name, number]
         parts[self._position] = values.clone()
         what = f"{what}, operation {number} of group {self._name}"
-        return self._begin(what, lambda: len(parts) == self._size, lambda: finish([*map(parts.get, range(self._size))]))
+        return self._begin(
+            what,
+            lambda: len(parts) == self._size,
+            lambda: finish([*map(parts.get, range(self._size))]),
+        )
 
     def _exchange(self, end: str, values: torch.Tensor, edge: tuple[int, int]) -> _Work:
         number = next(self._numbers[end, edge])

@@ -19,8 +19,19 @@ SMALL = 1024**2
 UNACCOUNTED = "unaccounted: "
 """Prefix of the owner of an unlisted tensor."""
 
-_CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # Attributes of a token dispatcher.
-_WALKED = ("megatron", "megatron_patches", "hybrid_engine", "transformer_engine", "apex", "torch.nn", "torch.optim")
+_CONSTANTS = {
+    "sort_input_by_local_experts",
+    "restore_output_by_local_experts",
+}  # Attributes of a token dispatcher.
+_WALKED = (
+    "megatron",
+    "megatron_patches",
+    "hybrid_engine",
+    "transformer_engine",
+    "apex",
+    "torch.nn",
+    "torch.optim",
+)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
@@ -46,10 +57,12 @@ def reachable(**roots: Any) -> Iterator[Reached]:
 
 
 def residual(items: Iterable[OffloadItem], reached: Iterable[Reached]) -> dict[str, int]:
-    """Return bytes still on the device (here "cpu"): of all items and, by owner, of other tensors."""
+    """Return bytes on the device (here "cpu"): of all items and, by owner, of other tensors."""
     listed = survey(items, "cpu")
     resident = Counter(items=sum(listed.resident_nbytes().values()))
-    seen = {item.key for item in listed.storages} | {storage_of(item.owner, item.tensor)[1] for item in listed.caches}
+    seen = {item.key for item in listed.storages} | {
+        storage_of(item.owner, item.tensor)[1] for item in listed.caches
+    }
     for reach in reached:
         storage, key, buffer = storage_of(reach.owner, reach.tensor)
         nbytes = storage.nbytes() if buffer is None else buffer.resident_nbytes()
@@ -83,7 +96,9 @@ class _Walk:
                     pending.append((f"{path}'s data", held, stays))
                 else:
                     yield Reached(path, value, stays if value.nbytes <= SMALL else None)
-            pending += reversed([(f"{path}{step}", child, reason) for step, child, reason in _below(value)])
+            pending += reversed(
+                [(f"{path}{step}", child, reason) for step, child, reason in _below(value)]
+            )
 
 
 def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
@@ -93,13 +108,20 @@ def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
             yield ".grad", gradient, None
         yield from ((f".{name}", child, None) for name, child in vars(value).items())
     elif isinstance(value, Mapping):
-        yield from ((f"[{_label(key)}]", child, _why_stays(key, child)) for key, child in value.items())
+        yield from (
+            (f"[{_label(key)}]", child, _why_stays(key, child)) for key, child in value.items()
+        )
         yield from (("'s key", key, None) for key in value if isinstance(key, torch.Tensor))
     elif isinstance(value, _CONTAINERS):
         yield from ((f"[{index}]", child, None) for index, child in enumerate(value))
     elif isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", child, None) for name, child in value.named_parameters(recurse=False))
-        yield from ((f".{name}", child, "a module's buffer") for name, child in value.named_buffers(recurse=False))
+        yield from (
+            (f".{name}", child, None) for name, child in value.named_parameters(recurse=False)
+        )
+        yield from (
+            (f".{name}", child, "a module's buffer")
+            for name, child in value.named_buffers(recurse=False)
+        )
         yield from ((f".{name}", child, None) for name, child in value.named_children())
         yield from _attributes(value)
     elif type(value).__module__.startswith(_WALKED):

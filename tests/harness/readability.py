@@ -99,7 +99,10 @@ def measured() -> tuple[Figures, list[str]]:
 def sums_of(rooms: Figures) -> Figures:
     """Return the figures of each side."""
     return {
-        side: sum((figures for room, figures in rooms.items() if room.split("/")[0] in programs), Counter())
+        side: sum(
+            (figures for room, figures in rooms.items() if room.split("/")[0] in programs),
+            Counter(),
+        )
         for side, programs in SIDES.items()
     }
 

@@ -36,4 +36,6 @@ def mounted_disk(path: Path, mebibytes: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)  # A hanging rank holds files open.
+        subprocess.run(
+            ["umount", "--lazy", str(path)], check=True
+        )  # A hanging rank holds files open.

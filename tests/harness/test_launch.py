@@ -14,7 +14,11 @@ from tests.harness.launch import Ranks, on_ranks
 
 def read_pickles() -> list[str]:
     refusals = []
-    for module in ("hybrid_engine.switch.probe", "hybrid_engine.trainer.checkpoint_directory", "torch.probe"):
+    for module in (
+        "hybrid_engine.switch.probe",
+        "hybrid_engine.trainer.checkpoint_directory",
+        "torch.probe",
+    ):
         for call in ("__import__('pickle').loads(b'N.')", "dist.all_gather_object([None], 1)"):
             try:
                 exec(call, {"__name__": module, "dist": dist})
@@ -48,7 +52,9 @@ def exit_silently() -> None:
     ("function", "message"),
     [(fail_on_the_last_rank, "broken on purpose"), (exit_silently, "exit_silently on 2")],
 )
-def test_a_failed_call_does_not_affect_other_calls(ranks: Ranks, function: Callable[[], None], message: str) -> None:
+def test_a_failed_call_does_not_affect_other_calls(
+    ranks: Ranks, function: Callable[[], None], message: str
+) -> None:
     calls = {"before": (get_rank, ()), "broken": (function, ()), "after": (get_rank, ())}
     outcomes = ranks.launch_in_turn(2, calls, timeout=60)
     assert outcomes["before"] == outcomes["after"] == [0, 1]

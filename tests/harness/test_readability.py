@@ -12,7 +12,9 @@ import pytest
 from tests.harness import readability
 
 
-def test_a_room_may_grow_only_if_others_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_may_grow_only_if_others_shrink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = tmp_path / "recorded.json"
     recorded.write_text(json.dumps({"sums": {"tests": {"nodes": 10}}, "rooms": {}}))
     monkeypatch.setattr(readability, "RECORDED", recorded)

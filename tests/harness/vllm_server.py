@@ -34,12 +34,32 @@ from tests.harness.hosts import Host
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PLAIN = (
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
-    *("--kv-cache-memory-bytes", str(64 << 20), "--uvicorn-log-level", "warning", "--skip-tokenizer-init"),
+    *(
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+        "--uvicorn-log-level",
+        "warning",
+        "--skip-tokenizer-init",
+    ),
 )
-FILLED = ("--load-format", "hybrid_engine", "--weight-transfer-config", '{"backend": "hybrid_engine"}')
+FILLED = (
+    "--load-format",
+    "hybrid_engine",
+    "--weight-transfer-config",
+    '{"backend": "hybrid_engine"}',
+)
 ENVIRONMENT = {
-    **{"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"},
+    **{
+        "OMP_NUM_THREADS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    },
+    **{
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DO_NOT_TRACK": "1",
+    },
 }
 _NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
@@ -62,7 +82,13 @@ class Server:
         """Return ids of its processes by vLLM's names for them: APIServer, EngineCore, Worker."""
         pids: dict[str, list[int]] = {}
         for pid in _session(self.pid):
-            name = Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("VLLM::").partition("_")[0]
+            name = (
+                Path(f"/proc/{pid}/comm")
+                .read_text()
+                .strip()
+                .removeprefix("VLLM::")
+                .partition("_")[0]
+            )
             pids.setdefault(name, []).append(pid)
         return pids
 
@@ -102,14 +128,27 @@ def serving(
     port_file.unlink(missing_ok=True)
     address = host.address if host else "127.0.0.1"
     python = os.environ.get("SERVER_PYTHON", sys.executable)
-    command = [python, "-m", __name__, str(port_file), address, str(port or 0), str(model), *arguments]
+    command = [
+        python,
+        "-m",
+        __name__,
+        str(port_file),
+        address,
+        str(port or 0),
+        str(model),
+        *arguments,
+    ]
     path = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # A server must not inherit variables set by an engine in this process or by a launcher.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
+    }
     settings = {**inherited, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
     prefix = host.command() if host else []
     with log.open("w") as out:
-        process = subprocess.Popen([*prefix, *command], stdout=out, stderr=out, env=settings, start_new_session=True)
+        process = subprocess.Popen(
+            [*prefix, *command], stdout=out, stderr=out, env=settings, start_new_session=True
+        )
     try:
         with host.network() if host else contextlib.nullcontext():
             server = _once_up(process, port_file, address, log)

@@ -52,7 +52,9 @@ class FakeVllm:
         self.is_shut_down = True
 
 
-def build(job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] = DENSE, **settings: Any) -> Any:
+def build(
+    job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] = DENSE, **settings: Any
+) -> Any:
     """Build in a job with uncut models on all ranks, with `construct` instead of vLLM."""
     config = HybridConfig(**{"model": Path("model"), "actor_config": ActorConfig(), **settings})
     table = table_for(of_model)
@@ -63,7 +65,7 @@ def build(job: Job, construct: Callable[..., Any], of_model: Mapping[str, Any] =
 
 
 def hold_less(directory: str) -> tuple[str, bool]:
-    """Build engines that lack a tensor of their position; return the error and whether they ended."""
+    """Build engines that lack a tensor of their position; return the error, and if they ended."""
     dist.init_process_group("gloo")
     job = Job.join(60)
     served = served_config("qwen3")
@@ -72,7 +74,9 @@ def hold_less(directory: str) -> tuple[str, bool]:
     computed = inference_side(table_for(served), generate.sizes(job.world_size)).layout_of(job.rank)
     engine = FakeVllm(lambda: computed.without(["lm_head.weight"]))
     with pytest.raises(ParameterMismatchError) as caught:
-        build(job, lambda *_args, **_settings: engine, served, model=model, generate_config=generate)
+        build(
+            job, lambda *_args, **_settings: engine, served, model=model, generate_config=generate
+        )
     job.close()
     dist.destroy_process_group()
     return str(caught.value), engine.is_shut_down
@@ -89,13 +93,19 @@ def quantise_whole_tensors(directory: str) -> None:
     dist.init_process_group("gloo")
     model = Path(write_config(Path(directory), served_config("qwen3")))
     weights = WholeTensors({"a.weight": torch.zeros(2, 2)}, 0)
-    refused = has_violation("generate_config.quantization", "cannot-quantise", "WholeTensors", "none")
+    refused = has_violation(
+        "generate_config.quantization", "cannot-quantise", "WholeTensors", "none"
+    )
     with closing(Job.join(60)) as job:
         for quantization in ("none", "fp8"):
             generate = GenerateConfig(quantization=quantization)
             config = HybridConfig(model=model, actor_config=ActorConfig(), generate_config=generate)
             table = config.table()
-            with pytest.raises(ConfigError, check=refused) if quantization == "fp8" else nullcontext():
+            with (
+                pytest.raises(ConfigError, check=refused)
+                if quantization == "fp8"
+                else nullcontext()
+            ):
                 assert quantised_table(config, weights, table, job) is table
 
 

@@ -9,11 +9,16 @@ from hybrid_engine.errors import ConfigError, Violation
 
 
 def test_violations_that_differ_only_in_an_index_share_a_line() -> None:
-    wrong = [Violation(f"prompts[{row}]", "a dict of 2 keys", 'Pass "prompt"') for row in range(7473)]
-    error = ConfigError([*wrong, *(Violation(f"servers[{row}]", "silent", "Start it") for row in range(3))])
+    wrong = [
+        Violation(f"prompts[{row}]", "a dict of 2 keys", 'Pass "prompt"') for row in range(7473)
+    ]
+    error = ConfigError(
+        [*wrong, *(Violation(f"servers[{row}]", "silent", "Start it") for row in range(3))]
+    )
     assert str(error).splitlines() == [
         "invalid configuration (7476):",
-        '  - prompts[0]: a dict of 2 keys. Pass "prompt" (7,473 of this kind, the others at prompts[1], prompts[2], '
+        '  - prompts[0]: a dict of 2 keys. Pass "prompt" (7,473 of this kind, the '
+        "others at prompts[1], prompts[2], "
         "prompts[3] and 7469 more)",
         "  - servers[0]: silent. Start it",
         "  - servers[1]: silent. Start it",
@@ -27,7 +32,8 @@ def test_violations_of_one_code_and_remedy_share_a_line() -> None:
     wrong = [Violation(f"reward {row}", f"{row}", "Swap", code="not-callable") for row in range(9)]
     others = [Violation("reward 0", "0", "Swap", code=f"code-{row}") for row in range(4)]
     assert str(ConfigError(wrong + others)).splitlines()[1:] == [
-        "  - reward 0: 0. Swap (9 of this kind, the others at reward 1, reward 2, reward 3 and 5 more)",
+        "  - reward 0: 0. Swap (9 of this kind, the others at reward 1, reward 2, "
+        "reward 3 and 5 more)",
         *["  - reward 0: 0. Swap"] * 4,
     ]
     types = [Violation(f"layer_types.{row}", "5", "Use names", code="type") for row in range(4)]

@@ -54,7 +54,10 @@ OUTSIDE = {
     "ports": {"torch"},
     "compute_check": {"torch"},
     "config": {"pydantic"},
-    "config.override_rules": {"megatron_patches", "pydantic"},  # inside a function, since it needs torch
+    "config.override_rules": {
+        "megatron_patches",
+        "pydantic",
+    },  # inside a function, since it needs torch
     "tools": set(),
     "tools.plan": {"numpy"},
     "transports": {"msgspec", "numpy", "torch"},
@@ -84,7 +87,10 @@ OUTSIDE = {
     "rl.run_settings": {"datasets", "pydantic"},
     "rl.completion_log": {"rich", "torch"},
     "rl.terminal": {"rich"},
-    "integrations": {"ray", "verl"},  # in modules that verl imports; other frameworks are imported by name
+    "integrations": {
+        "ray",
+        "verl",
+    },  # in modules that verl imports; other frameworks are imported by name
     "tools.verify": {"numpy", "safetensors", "torch", "transformers"},
     "tools.verify.cases": set(),
     "tools.cli": {"rich", "typer"},
@@ -112,7 +118,9 @@ TORCH_INTERNALS = (
 )
 # Modules that load without either engine.
 WITHOUT_ENGINES = tuple(
-    f"hybrid_engine.{name}" for name in FLOOR_OF if name not in ("backends", "tools", "__main__", "")
+    f"hybrid_engine.{name}"
+    for name in FLOOR_OF
+    if name not in ("backends", "tools", "__main__", "")
 )
 
 
@@ -151,9 +159,16 @@ def imports_of(path: Path) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else ""
+            )
             origin = ".".join(part for part in (base, node.module) if part)
-            targets = [f"{origin}.{alias.name}" if is_module(origin, alias.name) else origin for alias in node.names]
+            targets = [
+                f"{origin}.{alias.name}" if is_module(origin, alias.name) else origin
+                for alias in node.names
+            ]
         else:
             continue
         for target in targets:
@@ -270,7 +285,9 @@ def test_stand_ins_for_gpus_are_imported_lazily() -> None:
 
 def test_patches_do_not_import_the_engine() -> None:
     forbidden = (ENGINE, "vllm", "examples")
-    assert [str(imported) for imported in all_imports(PATCHES) if imported.package in forbidden] == []
+    assert [
+        str(imported) for imported in all_imports(PATCHES) if imported.package in forbidden
+    ] == []
 
 
 @pytest.mark.slow
@@ -311,7 +328,11 @@ def private_names_of_torch(nodes: Sequence[ast.AST]) -> Iterator[str]:
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             yield from (name for name in names if name.startswith("_"))
     for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.endswith("__")
+        ):
             root = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value

@@ -14,7 +14,11 @@ class Pair(Record, frozen=True):
 
 
 def test_messages_round_trip() -> None:
-    for value, kind in ((Pair(1, "ü"), Pair), ({"a": [1, 2]}, dict[str, list[int]]), (None, str | None)):
+    for value, kind in (
+        (Pair(1, "ü"), Pair),
+        ({"a": [1, 2]}, dict[str, list[int]]),
+        (None, str | None),
+    ):
         assert decode(encode(value), kind) == value
 
 
@@ -22,7 +26,10 @@ def test_messages_round_trip() -> None:
     ("data", "reason"),
     [
         (b"", "no version"),
-        (bytes([VERSION + 1]) + encode(Pair(1, "x"))[1:], f"version {VERSION + 1}, not of version {VERSION}"),
+        (
+            bytes([VERSION + 1]) + encode(Pair(1, "x"))[1:],
+            f"version {VERSION + 1}, not of version {VERSION}",
+        ),
         (encode(Pair(1, "x")) + b"\0", "trailing"),
         (encode([1, "x", 2]), "at most length 2"),
         (encode([1]), "at least length 2"),

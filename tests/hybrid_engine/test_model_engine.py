@@ -49,7 +49,9 @@ SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FU
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with weights and a tokenizer of numbers."""
-    path = write_config(tmp_path_factory.mktemp("model"), served_config("qwen2", torch_dtype="float32"))
+    path = write_config(
+        tmp_path_factory.mktemp("model"), served_config("qwen2", torch_dtype="float32")
+    )
     config = (path / "config.json").read_text()
     sharded_models.from_config(path).save_pretrained(path)
     (path / "config.json").write_text(config)
@@ -185,7 +187,9 @@ def test_requests_can_use_a_tokenizer_in_vllm(rollout: Values) -> None:
         assert free.prompt_token_ids == (3, 4, 5, 6, 7)
         assert free.text.replace(" ", "") == "".join(map(str, free.token_ids))
         assert [len(position) for position in free.top_logprobs] == [3, 3, 3, 3]
-        for token, logprob, position in zip(free.token_ids, free.logprobs, free.top_logprobs, strict=True):
+        for token, logprob, position in zip(
+            free.token_ids, free.logprobs, free.top_logprobs, strict=True
+        ):
             assert position[token] == logprob == max(position.values()), "greedy"
         assert (free.prompt_logprobs, free.prompt_top_logprobs) == ((), ())
 
@@ -193,7 +197,9 @@ def test_requests_can_use_a_tokenizer_in_vllm(rollout: Values) -> None:
         by_itself = engine.inference.prompt_logprobs([[3, 4, 5, 6, 7]])[0].tolist()
         assert scored.prompt_logprobs == pytest.approx(by_itself, abs=1e-6)
         tokens = scored.prompt_token_ids[1:]
-        for token, logprob, top in zip(tokens, scored.prompt_logprobs, scored.prompt_top_logprobs, strict=True):
+        for token, logprob, top in zip(
+            tokens, scored.prompt_logprobs, scored.prompt_top_logprobs, strict=True
+        ):
             assert top[token] == logprob
             assert len(top) in (2, 3)
 
@@ -236,9 +242,27 @@ def test_different_arguments_are_refused(rollout: Values) -> None:
         other_bias = SamplingParams(max_tokens=2, logit_bias={5 + rank: 9.0})
         of_one = "local" if rank else "global"
         for prompts, sampling, data, code, message in (
-            ([[5 + rank]], GREEDY, "global", "ranks-differ", "the ranks differ in prompts, in sampling or in `data`"),
-            (IDS if rank else [], other_length, "local", "ranks-differ", "the ranks differ in sampling"),
-            ([[5]], other_bias, "global", "ranks-differ", "the ranks differ in prompts, in sampling"),
+            (
+                [[5 + rank]],
+                GREEDY,
+                "global",
+                "ranks-differ",
+                "the ranks differ in prompts, in sampling or in `data`",
+            ),
+            (
+                IDS if rank else [],
+                other_length,
+                "local",
+                "ranks-differ",
+                "the ranks differ in sampling",
+            ),
+            (
+                [[5]],
+                other_bias,
+                "global",
+                "ranks-differ",
+                "the ranks differ in prompts, in sampling",
+            ),
             ([[5]], GREEDY, of_one, "ranks-differ", "the ranks differ"),
             ([[5]], GREEDY, "mine", "unknown-value", "'mine' is unknown"),
         ):
@@ -279,7 +303,9 @@ def test_copies_of_a_model_train_the_same_as_without_an_engine(directory: Path) 
         dist.init_process_group("gloo")
     alone = train_copies(None, sharded_models.from_config(directory))
     model = sharded_models.from_config(directory)
-    with HybridEngine(model=model, rollout_config={**SEED_ROLLOUT, "verify": "full"}, shard=False) as engine:
+    with HybridEngine(
+        model=model, rollout_config={**SEED_ROLLOUT, "verify": "full"}, shard=False
+    ) as engine:
         trained = train_copies(engine, model)
         assert all(map(torch.equal, trained, alone))
 
@@ -295,8 +321,13 @@ def test_vllm_computes_the_same_as_the_live_model(directory: Path, rollout: Valu
     model = model_with_other_settings(directory)
     tokens = torch.arange(2, 34)[None]
     with torch.no_grad():
-        expected = model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
-    with HybridEngine(model=model, rollout_config=rollout, train_config={}) as engine, engine.rollout_context():
+        expected = (
+            model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        )
+    with (
+        HybridEngine(model=model, rollout_config=rollout, train_config={}) as engine,
+        engine.rollout_context(),
+    ):
         (scored,) = engine.inference.prompt_logprobs(tokens.tolist())
     torch.testing.assert_close(scored, expected, atol=1e-4, rtol=0)
 
@@ -314,7 +345,10 @@ REFUSED: Mapping[str, tuple[Values, str]] = {
         {"rollout_config": {"tp_size": 2, "infer_tensor_parallel_size": 2}},
         r"rollout_config\.tp_size: infer_tensor_parallel_size is the same setting",
     ),
-    "an unknown dp_type": ({"rollout_config": {"dp_type": "some"}}, r"rollout_config\.dp_type: 'some'"),
+    "an unknown dp_type": (
+        {"rollout_config": {"dp_type": "some"}},
+        r"rollout_config\.dp_type: 'some'",
+    ),
     "more ranks than there are": ({"rollout_config": {"tp_size": 4}}, "infer_tensor_parallel_size"),
     "a wrong strategy": (
         {"train_config": {"fsdp_config": {"sharding_strategy": "ZERO", "mixed_precission": "amp"}}},
@@ -324,7 +358,10 @@ REFUSED: Mapping[str, tuple[Values, str]] = {
         {"train_config": {"fsdp_config": {"replicas": 2}}},
         r"train_config\.fsdp_config\.replicas: 2 with sharding_strategy FULL_SHARD",
     ),
-    "no such files": ({"rollout_config": {"model": "/nowhere"}}, r"rollout_config\.model: /nowhere is not a directory"),
+    "no such files": (
+        {"rollout_config": {"model": "/nowhere"}},
+        r"rollout_config\.model: /nowhere is not a directory",
+    ),
     "nothing narrower": (
         {"compress_reshard": True, "compression_dtype": torch.float32},
         "compression_dtype is narrower than params_dtype",
@@ -348,13 +385,17 @@ def test_invalid_configurations_are_refused_on_every_rank(directory: Path, name:
 
 @on_engines(2)
 def test_models_sharded_otherwise_are_refused_on_every_rank(directory: Path) -> None:
-    with failing(ModelError, "already-sharded", "the model is sharded already: leave train_config out"):
+    with failing(
+        ModelError, "already-sharded", "the model is sharded already: leave train_config out"
+    ):
         HybridEngine(model=sharded(directory), train_config=SEED_TRAIN)
     with failing(ModelError, "not-on-all-ranks", "of 2: use a mesh of all ranks"):
         HybridEngine(model=over_one_rank(directory))
 
 
-def test_a_model_of_the_hub_has_its_tokenizer(directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_has_its_tokenizer(
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The configuration is the live model's, which can have changed since loading."""
     from huggingface_hub import constants
 

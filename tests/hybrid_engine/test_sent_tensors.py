@@ -50,7 +50,9 @@ def test_counts_of_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_engine.trainer.megatron import build
 
     monkeypatch.setattr(build, "model_device", lambda: DEVICE)
-    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=TensorDict))
+    monkeypatch.setattr(
+        build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=TensorDict)
+    )
     expect_sent(lambda: build._freeze([], None, ["embedding.*"], ()))
 
 

@@ -39,7 +39,11 @@ def test_spans_nest_and_record_errors() -> None:
 
 def test_torchs_profiler_has_the_same_names() -> None:
     profiler = pytest.importorskip("torch.profiler")
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile, recorded(), span("commit"):
+    with (
+        profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile,
+        recorded(),
+        span("commit"),
+    ):
         pass
     assert "commit" in [event.name for event in profile.events()]
 
@@ -60,7 +64,9 @@ def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
     for number in range(3):
         file.append([{"name": number}, {"name": "x"}])
         file.append([])
-        assert [event["name"] for event in json.loads(path.read_text())][1::2] == list(range(number + 1))
+        assert [event["name"] for event in json.loads(path.read_text())][1::2] == list(
+            range(number + 1)
+        )
 
 
 def test_a_file_is_bounded_and_earlier_traces_are_kept(tmp_path: Path) -> None:
@@ -82,7 +88,10 @@ def test_a_file_is_bounded_and_earlier_traces_are_kept(tmp_path: Path) -> None:
 def test_other_files_are_not_replaced(tmp_path: Path, name: str) -> None:
     path = tmp_path / "trace.json"
     TraceFile(path, [HEADER])
-    for make in (lambda: (tmp_path / name).write_text("precious"), lambda: os.mkfifo(tmp_path / name)):
+    for make in (
+        lambda: (tmp_path / name).write_text("precious"),
+        lambda: os.mkfifo(tmp_path / name),
+    ):
         (tmp_path / name).unlink(missing_ok=True)
         make()
         with pytest.raises(FileExistsError, match=rf"{name} is there, and is not a trace of ours"):

@@ -1,4 +1,4 @@
-"""The entry point of vLLM's plug-ins, in separate processes, since it changes a process for good."""
+"""The entry point of vLLM's plug-ins, in separate processes: it changes them for good."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def run(model: Path) -> Callable[[str], dict[str, object]]:
     return run_code
 
 
-def test_other_engines_of_the_environment_are_left_alone(run: Callable[[str], dict[str, object]]) -> None:
+def test_other_engines_of_the_environment_are_left_alone(
+    run: Callable[[str], dict[str, object]],
+) -> None:
     code = """
 def refusal(**arguments):
     try:
@@ -82,7 +84,8 @@ from hybrid_engine.backends.vllm import internals
 internals.missing_for_servers = lambda: ["a name"]
 without_names = refusal(load_format="hybrid_engine")
 print_last({
-    **state(), "mode": config.model_config.logprobs_mode, "loaded": loaded, "without format": without_format,
+    **state(), "mode": config.model_config.logprobs_mode, "loaded": loaded,
+    "without format": without_format,
     "without names": without_names, "others": configured().load_config.load_format,
 })
 """

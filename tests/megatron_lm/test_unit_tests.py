@@ -62,7 +62,9 @@ def run(
             num_ranks,
             timeout,
             environment={
-                "PYTHONPATH": os.pathsep.join(map(str, [source, PLUGIN_FOLDER, REPO_ROOT, *_python_path()])),
+                "PYTHONPATH": os.pathsep.join(
+                    map(str, [source, PLUGIN_FOLDER, REPO_ROOT, *_python_path()])
+                ),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "MEGATRON_LM_GROUPS": ",".join(groups),
                 "MEGATRON_LM_OUTCOMES": directory,
@@ -72,7 +74,9 @@ def run(
         by_rank = [read_outcomes(Path(directory, f"rank{rank}.jsonl")) for rank in range(num_ranks)]
     differ = any(outcomes.keys() != by_rank[0].keys() for outcomes in by_rank)
     if differ or all(outcome.kind == "unfinished" for outcome in by_rank[0].values()):
-        raise RuntimeError(f"{num_ranks} ranks with {groups} ended with {ended.status}:\n{ended.output[-20000:]}")
+        raise RuntimeError(
+            f"{num_ranks} ranks with {groups} ended with {ended.status}:\n{ended.output[-20000:]}"
+        )
     return {test: _worst([outcomes[test] for outcomes in by_rank]) for test in by_rank[0]}
 
 
@@ -99,7 +103,9 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
         outcome = Outcome(entry["outcome"], entry["reason"])
         test = entry["test"].removeprefix("tests/unit_tests/")
         before = outcomes.get(test)
-        outcomes[test] = _worst([before, outcome]) if before and before.kind != "unfinished" else outcome
+        outcomes[test] = (
+            _worst([before, outcome]) if before and before.kind != "unfinished" else outcome
+        )
     return outcomes
 
 
@@ -115,7 +121,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
-        torch.cuda.is_available(), reason="for machines without CUDA; with CUDA run them in Megatron-LM"
+        torch.cuda.is_available(),
+        reason="for machines without CUDA; with CUDA run them in Megatron-LM",
     ),
 ]
 
@@ -128,11 +135,16 @@ def source() -> Path:
 
 
 @pytest.mark.parametrize(("num_ranks", "files"), by_ranks(FILES).items())
-def test_the_same_tests_pass_with_and_without_hooks(source: Path, num_ranks: int, files: list[str]) -> None:
+def test_the_same_tests_pass_with_and_without_hooks(
+    source: Path, num_ranks: int, files: list[str]
+) -> None:
     without = run(source, files, num_ranks, ["routers", "cpu"])
     with_hooks = run(source, files, num_ranks, ["routers", "cpu", "hooks"])
     for file in files:
         assert passed(of_file(file, without)), f"nothing passed in {file}, so nothing was compared"
-        print(f"{file}: {len(of_file(file, without))} tests, {len(passed(of_file(file, without)))} pass without hooks")
+        print(
+            f"{file}: {len(of_file(file, without))} tests, "
+            f"{len(passed(of_file(file, without)))} pass without hooks"
+        )
     assert passed(with_hooks) == passed(without)
     assert with_hooks.keys() == without.keys()

@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -65,7 +69,11 @@ class GptSpec:
 
     @property
     def half(self) -> Values:
-        return {"bf16": self.dtype == "bf16", "fp16": self.dtype == "fp16", "params_dtype": self.params_dtype}
+        return {
+            "bf16": self.dtype == "bf16",
+            "fp16": self.dtype == "fp16",
+            "params_dtype": self.params_dtype,
+        }
 
 
 def transformer_config(spec: GptSpec) -> TransformerConfig:
@@ -76,12 +84,35 @@ def transformer_config(spec: GptSpec) -> TransformerConfig:
     next rank of the other, so that batched sends would be matched to the wrong receives, on NCCL
     too.
     """
-    sizes = {"num_layers": spec.num_layers, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4}
-    attention = {"num_query_groups": 2, "kv_channels": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    mlp = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
-    experts = {"num_moe_experts": spec.num_experts, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}
+    sizes = {
+        "num_layers": spec.num_layers,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_attention_heads": 4,
+    }
+    attention = {
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    mlp = {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+    }
+    experts = {
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": 48,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     pipeline = {"overlap_p2p_comm": spec.vpp is not None, "batch_p2p_comm": spec.vpp is None}
-    fusions = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    fusions = (
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "gradient_accumulation_fusion",
+    )
     return TransformerConfig(
         **{**sizes, **attention, **mlp, **(experts if spec.num_experts else {}), **pipeline},
         **{**spec.half, **dict.fromkeys(fusions, False)},
@@ -110,7 +141,9 @@ def start(spec: GptSpec) -> None:
 
 def stop() -> None:
     """Undo the parallel state of `start`; keep the process group for the next `start`."""
-    for group in filter(None, parallel_state._global_process_group_list or ()):  # Megatron does not destroy them.
+    for group in filter(
+        None, parallel_state._global_process_group_list or ()
+    ):  # Megatron does not destroy them.
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
@@ -140,7 +173,9 @@ def build_chunks(spec: GptSpec, config: TransformerConfig) -> list[torch.nn.Modu
             vp_stage=vp_stage,
         )
         inner = model if spec.dtype == "fp32" else Float16Module(config, model)
-        chunks.append(DistributedDataParallel(config, ddp_config, inner, disable_bucketing=bool(chunks)))
+        chunks.append(
+            DistributedDataParallel(config, ddp_config, inner, disable_bucketing=bool(chunks))
+        )
     return chunks
 
 
@@ -194,7 +229,9 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
     """Megatron's forward_step_func: return per-token losses and the function that averages them."""
     rows = next(data_iterator)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    output = model(rows[:, :-1], torch.arange(SEQ_LENGTH)[None], mask, labels=rows[:, 1:].contiguous())
+    output = model(
+        rows[:, :-1], torch.arange(SEQ_LENGTH)[None], mask, labels=rows[:, 1:].contiguous()
+    )
 
     def mean_over_tokens(output: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
         loss = output.float().mean()
@@ -240,6 +277,8 @@ def running(spec: GptSpec) -> Iterator[Gpt]:
         try:
             yield gpt
         finally:
-            gpt.config.grad_scale_func = None  # Breaks a reference cycle that the collector does not find.
+            gpt.config.grad_scale_func = (
+                None  # Breaks a reference cycle that the collector does not find.
+            )
     finally:
         stop()

@@ -16,14 +16,18 @@ from tests.harness.core_versions import without
 from tests.harness.launch import on_engines
 from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
 
-SHARDED = GptSpec(num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000)
+SHARDED = GptSpec(
+    num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000
+)
 FLOAT32_GRADS = {"param_name_patterns_for_fp32_local_accumulation": ("*.linear_fc1.weight",)}
 ALL_SPECS = {
     "sharded": SHARDED,
     "replicated": replace(SHARDED, distributed_optimizer=False),
     "experts": replace(SHARDED, dtype="bf16", num_experts=4, ep=2),
     "chunks": replace(SHARDED, num_layers=4, pp=2, vpp=2, tied=True),
-    "some fp32 gradients": replace(SHARDED, dtype="bf16", grad_reduce_in_fp32=False, ddp_overrides=FLOAT32_GRADS),
+    "some fp32 gradients": replace(
+        SHARDED, dtype="bf16", grad_reduce_in_fp32=False, ddp_overrides=FLOAT32_GRADS
+    ),
 }
 SPECS = without(ALL_SPECS, "some fp32 gradients", since="0.17.0")
 
@@ -36,7 +40,9 @@ def check_record(record: BufferRecord, gpt: Gpt) -> None:
     """Check that the record's numbers and views agree with each other and with the model."""
     names = dict(gpt.chunks[record.chunk_index].named_parameters())
     assert record.grad_data.dim() == 1
-    assert record.grad_data.dtype == (torch.float32 if gpt.spec.grad_reduce_in_fp32 else gpt.spec.params_dtype)
+    assert record.grad_data.dtype == (
+        torch.float32 if gpt.spec.grad_reduce_in_fp32 else gpt.spec.params_dtype
+    )
     assert bool(record.extra_grads) == bool(gpt.spec.ddp_overrides)
     assert (record.param_data is not None) == gpt.spec.distributed_optimizer
     if record.param_data is not None:
@@ -78,10 +84,14 @@ def test_records_describe_the_live_memory(case: str) -> None:
         for record in records:
             check_record(record, gpt)
         slots = [(record.chunk_index, slot.name) for record in records for slot in record.slots]
-        params = [(i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()]
+        params = [
+            (i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()
+        ]
         assert sorted(slots) == sorted(params), "a parameter is in no buffer or in several"
         check_writes_reach_the_model(records)
-        assert [(record.chunk_index, record.kind) for record in records] == KINDS.get(case, [(0, "dense")])
+        assert [(record.chunk_index, record.kind) for record in records] == KINDS.get(
+            case, [(0, "dense")]
+        )
 
 
 @on_engines(2)
@@ -90,7 +100,9 @@ def test_a_parameter_elsewhere_takes_no_others_out_of_the_record() -> None:
         for record in megatron_patches.iter_buffers(gpt.chunks):
             parameter = record.slots[0].param
             parameter.data = parameter.data.clone()
-        assert all(record.param_data is not None for record in megatron_patches.iter_buffers(gpt.chunks))
+        assert all(
+            record.param_data is not None for record in megatron_patches.iter_buffers(gpt.chunks)
+        )
 
 
 class RecordingAllocator:
@@ -101,7 +113,9 @@ class RecordingAllocator:
         self.calls: list[tuple[int, torch.dtype, str, str]] = []
         self.tensors: list[torch.Tensor] = []
 
-    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+    def __call__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, kind: str
+    ) -> torch.Tensor:
         self.calls.append((numel, dtype, device.type, kind))
         self.tensors.append(torch.full((numel + 64,), self._value, dtype=dtype, device=device)[64:])
         return self.tensors[-1]
@@ -128,7 +142,10 @@ def check_allocated(records: list[BufferRecord], allocator: RecordingAllocator) 
             if flat is not None:
                 expected.append((flat, (flat.numel(), flat.dtype, "cpu", kind)))
     assert allocator.calls == [call for _, call in expected]
-    assert all(tensor is allocated for (tensor, _), allocated in zip(expected, allocator.tensors, strict=True))
+    assert all(
+        tensor is allocated
+        for (tensor, _), allocated in zip(expected, allocator.tensors, strict=True)
+    )
 
 
 @on_engines({2: ["experts", "replicated", "chunks"]})
@@ -152,7 +169,10 @@ def test_wrong_tensors_of_an_allocator_are_refused() -> None:
     }
     start(SHARDED)
     for message, allocate in bad.items():
-        with pytest.raises(errors.BufferAllocationError, match=message), megatron_patches.buffer_allocator(allocate):
+        with (
+            pytest.raises(errors.BufferAllocationError, match=message),
+            megatron_patches.buffer_allocator(allocate),
+        ):
             build(SHARDED)
     assert torch.overrides._get_current_function_mode_stack() == []
     stop()
@@ -179,7 +199,9 @@ def test_parameters_in_the_memory_of_gradients_need_one_flat_tensor() -> None:
         redirected.check_complete()
     with _Redirected(made_up_buffer(torch.uint8), allocator) as redirected:
         torch.zeros(4, dtype=torch.uint8, device="cpu")
-        with pytest.raises(errors.BufferAllocationError, match=r"\['param'\].*expected \['param', 'grad'\]"):
+        with pytest.raises(
+            errors.BufferAllocationError, match=r"\['param'\].*expected \['param', 'grad'\]"
+        ):
             redirected.check_complete()
     assert [kind for *_, kind in allocator.calls] == ["grad", "param"]
 
@@ -189,7 +211,9 @@ def test_a_flat_tensor_of_unknown_kind_is_refused() -> None:
         for _ in ("param", "grad"):
             torch.zeros(4, dtype=torch.float32, device="cpu")
         redirected.check_complete()
-        with pytest.raises(errors.BufferAllocationError, match=r"4 elements of torch\.float32.*'param', 'grad'"):
+        with pytest.raises(
+            errors.BufferAllocationError, match=r"4 elements of torch\.float32.*'param', 'grad'"
+        ):
             torch.zeros(4, dtype=torch.float32, device="cpu")
 
 

@@ -64,9 +64,14 @@ def test_collectives_of_uneven_parts_and_groups_of_nccl() -> None:
         check_uneven_collectives(dtype)
     from megatron.core import parallel_state
 
-    options = {"pipeline_model_parallel_comm_backend": "nccl", "high_priority_stream_groups": ["dp_cp", "tp", "pp"]}
+    options = {
+        "pipeline_model_parallel_comm_backend": "nccl",
+        "high_priority_stream_groups": ["dp_cp", "tp", "pp"],
+    }
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, **options)
-    assert dist.get_backend(parallel_state.get_pipeline_model_parallel_group()) == "gloo", "NCCL's options are dropped"
+    assert dist.get_backend(parallel_state.get_pipeline_model_parallel_group()) == "gloo", (
+        "NCCL's options are dropped"
+    )
 
 
 def check_uneven_collectives(dtype: torch.dtype) -> None:

@@ -56,7 +56,9 @@ def test_every_state_of_an_optimizer_takes_four_bytes_per_element(case: str) -> 
         assert nbytes.keys() == after
         params = [param for chunk in gpt.chunks for param in chunk.parameters()]
         dense = sum(param.numel() for param in params if getattr(param, "allreduce", True))
-        experts = of_all_ranks(sum(param.numel() for param in params if not getattr(param, "allreduce", True)))
+        experts = of_all_ranks(
+            sum(param.numel() for param in params if not getattr(param, "allreduce", True))
+        )
         assert all(experts) == any(experts) == (case == "experts")
         of_all = 4 * (dense + sum(experts))
         for key in sorted(after):
@@ -76,8 +78,13 @@ def check_listing(gpt: Gpt) -> None:
     tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
     storages = [entry.tensor.untyped_storage().data_ptr() for entry in tensors]
     assert len(storages) == len(set(storages))
-    model = {record.grad_data.untyped_storage().data_ptr() for record in megatron_patches.iter_buffers(gpt.chunks)}
-    model |= {param.untyped_storage().data_ptr() for chunk in gpt.chunks for param in chunk.parameters()}
+    model = {
+        record.grad_data.untyped_storage().data_ptr()
+        for record in megatron_patches.iter_buffers(gpt.chunks)
+    }
+    model |= {
+        param.untyped_storage().data_ptr() for chunk in gpt.chunks for param in chunk.parameters()
+    }
     assert model.isdisjoint(storages)
     for entry in tensors:
         param = eval(f"optimizer.{entry.path}", {"optimizer": gpt.optimizer})
@@ -98,8 +105,13 @@ def test_a_chain_in_a_chain_is_listed_whole() -> None:
         gpt.train_step()
         nested = megatron_patches.optimizer_tensors(ChainedOptimizer([gpt.optimizer]))
         flat = megatron_patches.optimizer_tensors(gpt.optimizer)
-        assert {entry.path.partition(".")[0] for entry in flat} == {"chained_optimizers[0]", "chained_optimizers[1]"}
-        assert [entry.path for entry in nested] == [f"chained_optimizers[0].{entry.path}" for entry in flat]
+        assert {entry.path.partition(".")[0] for entry in flat} == {
+            "chained_optimizers[0]",
+            "chained_optimizers[1]",
+        }
+        assert [entry.path for entry in nested] == [
+            f"chained_optimizers[0].{entry.path}" for entry in flat
+        ]
         assert all(a.tensor is b.tensor for a, b in zip(nested, flat, strict=True))
     with running(PLAIN) as gpt:
         outer = ChainedOptimizer([gpt.optimizer])
@@ -108,7 +120,11 @@ def test_a_chain_in_a_chain_is_listed_whole() -> None:
         assert megatron_patches.weight_version(outer) == 1
 
 
-OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = {
+    "distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
 OVERLAPPED_SPECS = {**SPECS, "overlapped": replace(PLAIN, **OVERLAPPED)}
 
 
@@ -166,7 +182,9 @@ def test_main_params_and_moments_move_to_one_flat_tensor_per_member(case: str) -
     assert {kind for *_, kind in allocate.calls} == {"optimizer"}
 
 
-def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: list[torch.Tensor]) -> None:
+def check_same_tensors(
+    optimizer: Any, before: list[OptimizerTensor], values: list[torch.Tensor]
+) -> None:
     after = megatron_patches.optimizer_tensors(optimizer)
     for old, new, value in zip(before, after, values, strict=True):
         assert (old.path, old.key) == (new.path, new.key)
@@ -176,7 +194,9 @@ def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: li
 
 def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
     """Check that state replaced by a checkpoint moves to the old memory, without an allocation."""
-    addresses = [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)]
+    addresses = [
+        entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)
+    ]
     for member in gpt.optimizer.chained_optimizers:
         for state in member.optimizer.state.values():
             state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
@@ -192,10 +212,16 @@ def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
 def test_a_wrong_tensor_of_an_allocator_is_refused() -> None:
     with running(PLAIN) as gpt:
         gpt.train_step()
-        before = [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)]
+        before = [
+            entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)
+        ]
         with pytest.raises(errors.BufferAllocationError, match="the state allocator returned"):
-            megatron_patches.gather_state(gpt.optimizer, lambda numel, dtype, device, kind: torch.zeros(1))
-        assert [entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)] == before
+            megatron_patches.gather_state(
+                gpt.optimizer, lambda numel, dtype, device, kind: torch.zeros(1)
+            )
+        assert [
+            entry.tensor.data_ptr() for entry in megatron_patches.optimizer_tensors(gpt.optimizer)
+        ] == before
 
 
 def bare(inner: str = "", **config: Any) -> Any:
@@ -207,7 +233,9 @@ def bare(inner: str = "", **config: Any) -> Any:
     optimizer.is_stub_optimizer = False
     optimizer.config = SimpleNamespace(**config)
     adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
-    optimizer.optimizer = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer) if inner == "on the host" else adam
+    optimizer.optimizer = (
+        HybridDeviceOptimizer.__new__(HybridDeviceOptimizer) if inner == "on the host" else adam
+    )
     return adam if inner == "alone" else optimizer
 
 
@@ -216,11 +244,17 @@ def bare(inner: str = "", **config: Any) -> Any:
     [
         (bare("alone"), "the optimizer is of unsupported type Adam; use"),
         (bare("on the host"), "on the host; turn optimizer_cpu_offload off"),
-        (bare(use_precision_aware_optimizer=True), "the optimizer is precision-aware.*turn use_precision_aware"),
+        (
+            bare(use_precision_aware_optimizer=True),
+            "the optimizer is precision-aware.*turn use_precision_aware",
+        ),
     ],
 )
 def test_unsupported_optimizers_are_refused(optimizer: Any, message: str) -> None:
-    for list_tensors in (megatron_patches.optimizer_tensors, lambda o: megatron_patches.gather_state(o, torch.zeros)):
+    for list_tensors in (
+        megatron_patches.optimizer_tensors,
+        lambda o: megatron_patches.gather_state(o, torch.zeros),
+    ):
         with pytest.raises(errors.UnsupportedOptimizerError, match=message):
             list_tensors(optimizer)
 

@@ -21,14 +21,24 @@ from typer.testing import CliRunner
 import megatron_patches
 from megatron_patches import errors
 from megatron_patches.__main__ import app, main
-from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch, PatchRegistry, default_groups, patches_of, release_of
+from megatron_patches.patch import (
+    CORE_VERSIONS,
+    MISSING,
+    Patch,
+    PatchRegistry,
+    default_groups,
+    patches_of,
+    release_of,
+)
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import run_python
 
 TOY = "megatron.toy_for_tests"
 
 
-def make_patch(attr_path: str, build: Callable[[Any], Any] = lambda original: object(), **more: Any) -> Patch:
+def make_patch(
+    attr_path: str, build: Callable[[Any], Any] = lambda original: object(), **more: Any
+) -> Patch:
     fields = {
         "name": f"toy.{attr_path}",
         "group": "hooks",
@@ -79,7 +89,12 @@ def test_missing_targets_and_double_claims_are_listed_together(toy: types.Module
         PatchRegistry().apply(patches)
     text = "\n".join(caught.value.violations)
     assert len(caught.value.violations) == 4
-    for expected in ("no_such_function", "NoClass", "no_such_module", "both toy.function and toy.rival"):
+    for expected in (
+        "no_such_function",
+        "NoClass",
+        "no_such_module",
+        "both toy.function and toy.rival",
+    ):
         assert expected in text
     assert dict(vars(toy)) == before
 
@@ -111,7 +126,9 @@ def test_patches_of_other_versions_are_not_applied(
 def test_a_package_wide_patch_covers_modules_imported_for_other_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "imported_for_tests.py").write_text("import only_of_this_test\ndef function(): return 'function'\n")
+    (tmp_path / "imported_for_tests.py").write_text(
+        "import only_of_this_test\ndef function(): return 'function'\n"
+    )
     monkeypatch.setitem(sys.modules, "only_of_this_test", types.ModuleType("only_of_this_test"))
     monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(tmp_path)])
     target = "megatron.imported_for_tests:function"
@@ -128,7 +145,8 @@ def test_a_package_wide_patch_covers_modules_imported_for_other_targets(
 
 
 @pytest.mark.parametrize(
-    ("version", "release"), [("0.16.1", "0.16.1"), ("0.19.2+571370c82", "0.19.2"), ("0.19.1+5be962670", "0.19.2")]
+    ("version", "release"),
+    [("0.16.1", "0.16.1"), ("0.19.2+571370c82", "0.19.2"), ("0.19.1+5be962670", "0.19.2")],
 )
 def test_a_checkout_counts_as_its_release(version: str, release: str) -> None:
     assert release_of(version) == release
@@ -146,7 +164,9 @@ def test_a_target_patched_by_another_group_is_refused(toy: types.ModuleType) -> 
 
 def test_an_inherited_attribute_is_deleted_again(toy: types.ModuleType) -> None:
     registry = PatchRegistry()
-    registry.apply([make_patch("Child.method", lambda original: lambda self: f"new {original(self)}")])
+    registry.apply(
+        [make_patch("Child.method", lambda original: lambda self: f"new {original(self)}")]
+    )
     assert toy.Child().method() == "new parent"
     assert toy.Parent().method() == "parent"
     registry.revert()
@@ -194,7 +214,9 @@ def test_revert_refuses_if_other_code_replaced_a_patch(toy: types.ModuleType) ->
     assert toy.function is original
 
 
-def test_names_imported_after_apply_are_restored(toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_imported_after_apply_are_restored(
+    toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = toy.function
     registry = PatchRegistry()
     registry.apply([make_patch("function")])
@@ -233,7 +255,7 @@ Snapshot = dict[tuple[str, str], Any]
 
 @contextmanager
 def unchanged(*packages: str) -> Iterator[None]:
-    """Check that the block leaves every attribute of these packages' modules and classes unchanged."""
+    """Check that the block leaves all attributes of these packages' modules and classes."""
     before = {package: snapshot(package) for package in packages}
     yield
     for package in packages:
@@ -263,7 +285,11 @@ def _add_class(result: Snapshot, name: str, owner: type) -> None:
 
 def differences(before: Snapshot, after: Snapshot) -> set[tuple[str, str]]:
     missing = object()
-    return {key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)}
+    return {
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key, missing) is not after.get(key, missing)
+    }
 
 
 ALL_GROUPS = ("hooks", "routers", "without_te", "cpu")
@@ -283,13 +309,17 @@ def load_targets() -> None:
 
 def needed_patches() -> list[Patch]:
     """Return the patches that apply() applies to this megatron-core."""
-    return [patch for patch in patches_of(ALL_GROUPS) if patch.is_needed_by(megatron.core.__version__)]
+    return [
+        patch for patch in patches_of(ALL_GROUPS) if patch.is_needed_by(megatron.core.__version__)
+    ]
 
 
 def first_cycle() -> None:
     """Check that the first apply() and revert() of a process leave megatron and torch unchanged."""
     load_targets()
-    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # A module of Megatron named torch.
+    importlib.import_module(
+        "megatron.core.dist_checkpointing.strategies.torch"
+    )  # A module of Megatron named torch.
     with unchanged("megatron", "torch"):
         before = snapshot()
         megatron_patches.apply(ALL_GROUPS)
@@ -341,7 +371,9 @@ def test_apply_and_revert_twice() -> None:
 def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert megatron_patches.default_groups() == ("hooks", "routers", "without_te")
-    monkeypatch.setattr("megatron_patches.patch.find_spec", lambda _name: ModuleSpec("transformer_engine", None))
+    monkeypatch.setattr(
+        "megatron_patches.patch.find_spec", lambda _name: ModuleSpec("transformer_engine", None)
+    )
     assert megatron_patches.default_groups() == ("hooks", "routers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert megatron_patches.default_groups() == ("hooks", "routers", "cpu")
@@ -352,13 +384,18 @@ def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with unchanged("megatron"), pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
     assert caught.value.violations == (
-        f"megatron-core 0.99.0 is imported from {megatron.core.__file__}, but the patches were tested only with "
+        f"megatron-core 0.99.0 is imported from {megatron.core.__file__}, but the "
+        "patches were tested only with "
         f"{', '.join(CORE_VERSIONS)}: install or check out one of these, or allow this version",
     )
 
 
-def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", f"{release_of(megatron.core.__version__)}.post1")
+def test_an_untested_version_can_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        megatron.core, "__version__", f"{release_of(megatron.core.__version__)}.post1"
+    )
     with caplog.at_level("WARNING", "megatron_patches"):
         megatron_patches.apply(ALL_GROUPS, allow_version=True)
     assert megatron_patches.hooks_applied()
@@ -405,7 +442,11 @@ def test_functions_are_also_replaced_where_they_were_imported() -> None:
     original = clip_grads.clip_grad_by_total_norm_fp32
     assert optimizer.clip_grad_by_total_norm_fp32 is original
     megatron_patches.apply(("cpu",))
-    assert optimizer.clip_grad_by_total_norm_fp32 is clip_grads.clip_grad_by_total_norm_fp32 is not original
+    assert (
+        optimizer.clip_grad_by_total_norm_fp32
+        is clip_grads.clip_grad_by_total_norm_fp32
+        is not original
+    )
 
 
 @pytest.mark.slow
@@ -413,7 +454,8 @@ def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> Non
     run_python(
         "-c",
         "import sys, megatron_patches\n"
-        "bad = [m for m in sys.modules if m.partition('.')[0] in ('megatron', 'hybrid_engine', 'vllm')]\n"
+        "bad = [m for m in sys.modules if m.partition('.')[0] in ('megatron', "
+        "'hybrid_engine', 'vllm')]\n"
         "sys.exit(str(bad) if bad else 0)",
         status=0,
     )
@@ -423,11 +465,13 @@ def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> Non
 def test_with_a_gpu_the_cpu_substitutes_are_not_imported() -> None:
     run_python(
         "-c",
-        "import sys, torch, megatron_patches.script, megatron.core.distributed.param_and_grad_buffer\n"
+        "import sys, torch, megatron_patches.script, "
+        "megatron.core.distributed.param_and_grad_buffer\n"
         "torch.cuda.is_available = lambda: True\n"
         "megatron_patches.apply(); megatron_patches.script.apply_stand_ins()\n"
         "assert megatron_patches.hooks_applied()\n"
-        "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)",
+        "sys.exit(str([m for m in sys.modules if "
+        "m.startswith('megatron_patches.cpu')]).strip('[]') or 0)",
         status=0,
     )
 
@@ -446,8 +490,15 @@ def test_list_shows_every_patch_and_its_state() -> None:
         for text in (patch.name, f"[{patch.group}]", patch.target, patch.reason):
             assert text in result.output
     for patch in unneeded_patches():
-        assert f"not needed {f'before megatron-core {patch.since}' if patch.since else 'from'}" in result.output
-    others = [patch for patch in PATCHES if patch.group not in default_groups() and patch not in unneeded_patches()]
+        assert (
+            f"not needed {f'before megatron-core {patch.since}' if patch.since else 'from'}"
+            in result.output
+        )
+    others = [
+        patch
+        for patch in PATCHES
+        if patch.group not in default_groups() and patch not in unneeded_patches()
+    ]
     assert result.output.count("not needed") == len(unneeded_patches())
     assert result.output.count("not applied") == len(others)
 

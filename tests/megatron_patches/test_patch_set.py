@@ -19,11 +19,21 @@ from tests.harness.launch import REPO_ROOT
 
 PATCHES = REPO_ROOT / "patches"
 SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
-HEADER = ("Description", "Origin", "Forwarded", "Author", "Last-Update", "X-Upstream", "X-Remove-When")
+HEADER = (
+    "Description",
+    "Origin",
+    "Forwarded",
+    "Author",
+    "Last-Update",
+    "X-Upstream",
+    "X-Remove-When",
+)
 
 
 def patch_files(patch_set: Path) -> list[Path]:
-    names = [line for line in (patch_set / "series").read_text().splitlines() if not line.startswith("#")]
+    names = [
+        line for line in (patch_set / "series").read_text().splitlines() if not line.startswith("#")
+    ]
     return [patch_set / name for name in names]
 
 
@@ -62,16 +72,29 @@ def write_checkout(directory: Path, patch_set: Path, version: str) -> Path:
     info.write_text("".join(f"{name} = {number}\n" for name, number in numbers))
     git(directory, "init", "-q")
     git(directory, "add", ".")
-    git(directory, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "recorded context")
+    git(
+        directory,
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.org",
+        "commit",
+        "-qm",
+        "recorded context",
+    )
     return directory
 
 
 def git(directory: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=directory, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=directory, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def apply(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(PATCHES / "apply.sh"), str(checkout), *flags], capture_output=True, text=True)
+    return subprocess.run(
+        [str(PATCHES / "apply.sh"), str(checkout), *flags], capture_output=True, text=True
+    )
 
 
 def versions(patch_set: Path) -> list[str]:
@@ -85,7 +108,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_every_tested_version_has_a_set() -> None:
-    assert {release_of(version) for patch_set in SETS for version in versions(patch_set)} == set(CORE_VERSIONS)
+    assert {release_of(version) for patch_set in SETS for version in versions(patch_set)} == set(
+        CORE_VERSIONS
+    )
 
 
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
@@ -99,26 +124,37 @@ def test_every_patch_of_the_series_is_valid(patch_set: Path) -> None:
     added = []
     for patch in files:
         header = patch.read_text().partition("\n---\n")[0]
-        assert [line.partition(":")[0] for line in header.splitlines() if not line.startswith(" ")] == list(HEADER)
+        assert [
+            line.partition(":")[0] for line in header.splitlines() if not line.startswith(" ")
+        ] == list(HEADER)
         assert patch_set.name in header
         signed = [line for parts in hunks(patch).values() for _, lines in parts for line in lines]
         assert {line[:1] for line in signed} <= {"+", " ", ""}
         added += [line[1:] for line in signed if line.startswith("+")]
     decorators = [line.removeprefix("@resharding.") for line in added if line.startswith("@")]
-    training = [patch for patch in script.PATCHES if patch.module_name.startswith("megatron.training")]
+    training = [
+        patch for patch in script.PATCHES if patch.module_name.startswith("megatron.training")
+    ]
     needed = [patch for patch in training if patch.is_needed_by(versions(patch_set)[0])]
     assert sorted(decorators) == sorted(patch.build.__name__ for patch in needed)
     targets = {f"+++ b/{patch.module_name.replace('.', '/')}.py" for patch in needed}
     assert targets <= {line for patch in files for line in patch.read_text().splitlines()}
     assert len(added) < 35
-    new_file = [lines for patch in files for start, lines in hunks(patch).get("megatron/training/resharding.py", ())]
+    new_file = [
+        lines
+        for patch in files
+        for start, lines in hunks(patch).get("megatron/training/resharding.py", ())
+    ]
     assert new_file == [hunks(patch_files(SETS[0])[0])["megatron/training/resharding.py"][0][1]]
 
 
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
 def test_a_set_can_be_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
     checkout = write_checkout(tmp_path / "checkout", patch_set, versions(patch_set)[0])
-    assert apply(checkout).stdout == f"applied: {patch_set.name}, {len(patch_files(patch_set))} patches\n"
+    assert (
+        apply(checkout).stdout
+        == f"applied: {patch_set.name}, {len(patch_files(patch_set))} patches\n"
+    )
     assert "+@resharding.with_engine" in git(checkout, "diff")
     again = apply(checkout)
     assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
@@ -128,7 +164,9 @@ def test_a_set_can_be_applied_and_reversed(patch_set: Path, tmp_path: Path) -> N
 
 def test_changes_of_the_user_are_refused_before_and_kept_after(checkout: Path) -> None:
     """A fork's suffix of the version is ignored, as at run time."""
-    path, info = (checkout / "megatron" / name for name in ("training/training.py", "core/package_info.py"))
+    path, info = (
+        checkout / "megatron" / name for name in ("training/training.py", "core/package_info.py")
+    )
     info.write_text(info.read_text() + "PRE_RELEASE = '+corp1'\n")
     assert "commit or stash" in apply(checkout).stderr
     commit(checkout)
@@ -137,8 +175,14 @@ def test_changes_of_the_user_are_refused_before_and_kept_after(checkout: Path) -
     path.write_text(path.read_text() + "# mine\n")
     assert apply(checkout).stdout.startswith("already applied")
     assert apply(checkout, "--reverse").returncode == 0
-    added = [line for line in git(checkout, "diff", "-U0").splitlines() if line.startswith(("+", "-"))]
-    assert added == ["--- a/megatron/training/training.py", "+++ b/megatron/training/training.py", "+# mine"]
+    added = [
+        line for line in git(checkout, "diff", "-U0").splitlines() if line.startswith(("+", "-"))
+    ]
+    assert added == [
+        "--- a/megatron/training/training.py",
+        "+++ b/megatron/training/training.py",
+        "+# mine",
+    ]
 
 
 def edit(checkout: Path, old: str, new: str, name: str = "training/training.py") -> None:
@@ -181,7 +225,11 @@ FAILED = ["0002-training.patch: error: patch failed: megatron/training/training.
 REFUSED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "a hunk does not fit": (fork, [], [*FAILED, "core_v0.16.1 55ac7082517c"]),
     "an applied hunk was edited": (edit_applied_hunk, [], ["the tree has changes of its own"]),
-    "an applied hunk was edited, reversed": (edit_applied_hunk, ["--reverse"], [*FAILED, "nothing was changed"]),
+    "an applied hunk was edited, reversed": (
+        edit_applied_hunk,
+        ["--reverse"],
+        [*FAILED, "nothing was changed"],
+    ),
     "another version": (partial(claim_version, versions(SETS[-1])[0]), [], ["nothing was changed"]),
     "an unknown version": (
         *(partial(claim_version, "0.19.10"), []),
@@ -193,11 +241,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     ),
     "a fork, forced": (rename_function, ["--force"], ["nothing was changed"]),
     "a fork of an unknown version, forced": (
-        *(lambda checkout: (rename_function(checkout), claim_version("0.99.1", checkout)), ["--force"]),
+        *(
+            lambda checkout: (rename_function(checkout), claim_version("0.99.1", checkout)),
+            ["--force"],
+        ),
         ["no patch set for it that fits"],
     ),
     "no git": (leave_git, [], ["not the root of a git checkout"]),
-    "no Megatron-LM": (lambda checkout: shutil.rmtree(checkout / "megatron"), [], ["no Megatron-LM checkout"]),
+    "no Megatron-LM": (
+        lambda checkout: shutil.rmtree(checkout / "megatron"),
+        [],
+        ["no Megatron-LM checkout"],
+    ),
 }
 
 
@@ -215,7 +270,9 @@ def test_a_refused_tree_stays_unchanged(checkout: Path, name: str) -> None:
     assert {path: path.read_bytes() for path in checkout.rglob("*.py")} == before
 
 
-@pytest.mark.parametrize("place", ["no repository", "another repository", "a checkout with changes"])
+@pytest.mark.parametrize(
+    "place", ["no repository", "another repository", "a checkout with changes"]
+)
 def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None:
     """A tree of another version gets the newest set that fits."""
     tree = write_checkout(tmp_path / "repository" / "vendored", SETS[1], "0.19.0")
@@ -229,8 +286,14 @@ def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     assert apply(tree).returncode == 1
     applied = apply(tree, "--force")
-    assert applied.stdout.splitlines()[-1] == f"applied: {SETS[1].name}, {len(patch_files(SETS[1]))} patches"
-    assert "core_v0.19.0, which was not tested: run it with --resharding-allow-version" in applied.stdout
+    assert (
+        applied.stdout.splitlines()[-1]
+        == f"applied: {SETS[1].name}, {len(patch_files(SETS[1]))} patches"
+    )
+    assert (
+        "core_v0.19.0, which was not tested: run it with --resharding-allow-version"
+        in applied.stdout
+    )
     assert "@resharding.with_engine" in (tree / "megatron" / "training" / "training.py").read_text()
     assert apply(tree, "--force").stdout.splitlines()[-1].startswith("already applied")
     command = ["patch-source", str(tree), "--reverse", "--force"]
@@ -240,5 +303,8 @@ def test_any_tree_can_be_forced_and_reversed(tmp_path: Path, place: str) -> None
 
 def test_usage_and_other_directories(checkout: Path) -> None:
     assert folder() == PATCHES
-    assert "usage" in subprocess.run([str(PATCHES / "apply.sh")], capture_output=True, text=True).stderr
+    assert (
+        "usage"
+        in subprocess.run([str(PATCHES / "apply.sh")], capture_output=True, text=True).stderr
+    )
     assert CliRunner().invoke(app, ["patch-source", str(checkout / "megatron")]).exit_code == 1

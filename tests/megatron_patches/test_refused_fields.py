@@ -45,12 +45,31 @@ def test_megatrons_own_defaults_are_accepted() -> None:
 
 OTHER_FIELDS = {
     # of the class for heterogeneous models
-    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *(
+        "heterogeneous_block_specs",
+        "heterogeneous_layers_config_path",
+        "heterogeneous_layers_config_encoded_json",
+    ),
     *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # The last is removed in 0.17.
     # added in 0.17 to 0.19
-    *("use_mup", "mla_down_proj_fusion", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "fp4_param_gather"),
-    *("moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight", "moe_mlp_glu_interleave_size"),
-    *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *(
+        "use_mup",
+        "mla_down_proj_fusion",
+        "mtp_use_repeated_layer",
+        "mtp_hybrid_override_pattern",
+        "fp4_param_gather",
+    ),
+    *(
+        "moe_router_force_biased",
+        "moe_single_grouped_bias",
+        "moe_single_grouped_weight",
+        "moe_mlp_glu_interleave_size",
+    ),
+    *(
+        "moe_shared_expert_glu_interleave_size",
+        "use_grouped_gemm_for_dense_mlp",
+        "use_grouped_gemm_for_shared_expert",
+    ),
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "optimizer_cuda_graph"),
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     "use_layer_wise_distributed_optimizer",
@@ -79,10 +98,18 @@ def test_all_refusals_are_reported_at_once_with_remedies(section: str) -> None:
     objects["OptimizerConfig"].overlap_param_gather = True
     for field, rule in REFUSED[section].items():
         setattr(objects[section], field, OTHER_VALUE)
-        expected[field] = None if refusal(section, field, OTHER_VALUE) is None else f"{OTHER_VALUE}: {rule.reason}"
+        expected[field] = (
+            None
+            if refusal(section, field, OTHER_VALUE) is None
+            else f"{OTHER_VALUE}: {rule.reason}"
+        )
     refusals = {item.field: item for item in refused(*objects.values())}
-    assert {field: item.problem for field, item in refusals.items()} == {k: v for k, v in expected.items() if v}
-    assert all(str(REFUSED[section][field].accepted[0]) in item.remedy for field, item in refusals.items())
+    assert {field: item.problem for field, item in refusals.items()} == {
+        k: v for k, v in expected.items() if v
+    }
+    assert all(
+        str(REFUSED[section][field].accepted[0]) in item.remedy for field, item in refusals.items()
+    )
     for field, rule in REFUSED[section].items():
         for value in rule.accepted:
             assert refusal(section, field, value) is None
@@ -90,7 +117,8 @@ def test_all_refusals_are_reported_at_once_with_remedies(section: str) -> None:
 
 def test_a_field_that_later_versions_read_from_the_model_is_refused_before() -> None:
     before, since = (
-        refusal("TransformerConfig", "moe_single_grouped_weight", True, version) for version in ("0.18.2", "0.19.2")
+        refusal("TransformerConfig", "moe_single_grouped_weight", True, version)
+        for version in ("0.18.2", "0.19.2")
     )
     assert (before.section, before.field) == ("TransformerConfig", "moe_single_grouped_weight")
     assert before.remedy == "Leave it at False"
@@ -106,7 +134,9 @@ def test_a_list_of_accepted_values_is_accepted() -> None:
 
 def test_a_layer_wise_optimizer_is_refused_with_any_configuration() -> None:
     """Megatron 0.16 overwrites `dist_muon` with a member's name while it builds the optimizer."""
-    layer_wise = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
+    layer_wise = pytest.importorskip(
+        "megatron.core.optimizer.layer_wise_optimizer"
+    ).LayerWiseDistributedOptimizer
     member = SimpleNamespace(config=OptimizerConfig(optimizer="adam"))
     optimizer = layer_wise.__new__(layer_wise)  # Its constructor needs optimizers of a model.
     optimizer.config = member.config
@@ -119,13 +149,18 @@ def test_a_layer_wise_optimizer_is_refused_with_any_configuration() -> None:
 
 
 def test_fields_of_the_installed_version_are_known() -> None:
-    unknown = [(section, name) for section, name in declared_fields() if name not in KNOWN_FIELDS[section]]
+    unknown = [
+        (section, name) for section, name in declared_fields() if name not in KNOWN_FIELDS[section]
+    ]
     assert unknown == [], "review what they change, then add them to known_fields.py"
 
 
 def newer_config(**values: Any) -> Any:
     """Return a TransformerConfig with two fields that a later megatron-core might declare."""
-    fields = [("weight_folding", Any, None), ("weight_lists", list[int], dataclasses.field(default_factory=list))]
+    fields = [
+        ("weight_folding", Any, None),
+        ("weight_lists", list[int], dataclasses.field(default_factory=list)),
+    ]
     newer = dataclasses.make_dataclass("TransformerConfig", fields, bases=(TransformerConfig,))
     newer.__module__ = "megatron.core.transformer.transformer_config"
     return newer(**SIZES, bias_dropout_fusion=True, **values)
@@ -134,7 +169,11 @@ def newer_config(**values: Any) -> Any:
 def test_fields_of_a_newer_version_must_have_their_defaults() -> None:
     assert refused(newer_config()) == []
     folding, lists = refused(newer_config(weight_folding=3, weight_lists=[5]))
-    assert (folding.section, folding.field, lists.field) == ("TransformerConfig", "weight_folding", "weight_lists")
+    assert (folding.section, folding.field, lists.field) == (
+        "TransformerConfig",
+        "weight_folding",
+        "weight_lists",
+    )
     assert folding.problem.startswith("3: ")
     assert "None" in folding.remedy
     assert "[]" in lists.remedy
@@ -181,7 +220,9 @@ def test_fp8_is_accepted_for_parameters_only() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_buffer_of_weights_and_gradients_is_refused_if_gathers_stay_pending(overlap: bool) -> None:
+def test_a_buffer_of_weights_and_gradients_is_refused_if_gathers_stay_pending(
+    overlap: bool,
+) -> None:
     args = Namespace(reuse_grad_buf_for_mxfp8_param_ag=True, overlap_param_gather=overlap)
     refusals = argument_refusals(args, TransformerConfig(**SIZES))
     assert [item.section for item in refusals] == (

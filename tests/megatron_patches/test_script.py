@@ -147,7 +147,8 @@ from megatron.training.utils import get_batch_on_this_tp_rank
 
 if __name__ == "__main__":
     loss = pretrain(lambda: {"weight": 0.0})
-    print(json.dumps({"loss": loss, "args": vars(get_args()), "argv": sys.argv, "path": sys.path[0], "file": __file__}))
+    of_script = {"argv": sys.argv, "path": sys.path[0], "file": __file__}
+    print(json.dumps({"loss": loss, "args": vars(get_args()), **of_script}))
 """,
     "helper_beside_the_script.py": "",
     "recording_engine.py": """
@@ -158,7 +159,8 @@ FAILS = os.environ.get("FAILS")
 
 class Engine:
     def __init__(self, script):
-        has_flags = {"--exit-at", "--exit-after", "--exit"} & script.flags == {"--exit-at", "--exit-after"}
+        exits = {"--exit-at", "--exit-after", "--exit"} & script.flags
+        has_flags = exits == {"--exit-at", "--exit-after"}
         self.record("created", script.options.interval, script.args.validated, has_flags)
     def record(self, *call):
         with open(os.environ["CALLS"], "a") as file:
@@ -198,7 +200,9 @@ def write_tree(directory: Path) -> Path:
 def python(tree: Path, *arguments: str, status: int) -> subprocess.CompletedProcess[str]:
     """Run a new interpreter in another directory than the tree's."""
     paths = filter(None, (str(REPO_ROOT), os.environ.get("PYTHONPATH", "")))
-    return run_python(*arguments, status=status, cwd=tree.parents[1], PYTHONPATH=os.pathsep.join(paths))
+    return run_python(
+        *arguments, status=status, cwd=tree.parents[1], PYTHONPATH=os.pathsep.join(paths)
+    )
 
 
 INSTALLED = release_of(megatron.core.__version__)
@@ -208,7 +212,8 @@ Capture = pytest.CaptureFixture[str]
 ENGINE = ("--enable-resharding", "--resharding-engine", "recording_engine:Engine")
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
+    torch.cuda.is_available(),
+    reason="the imitated tree calls .cuda(), which only the CPU patches let pass",
 )
 
 
@@ -223,12 +228,16 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(script, "_run", script._ScriptRun())
     yield write_tree(tmp_path / "checkout")
     for name in set(sys.modules) - before:
-        if name.startswith(("megatron.training", "megatron.legacy", "helper_beside", "recording_engine")):
+        if name.startswith(
+            ("megatron.training", "megatron.legacy", "helper_beside", "recording_engine")
+        ):
             del sys.modules[name]
     megatron_patches.revert()
 
 
-def run(capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True) -> Values:
+def run(
+    capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True
+) -> Values:
     """Run the script in this process; return the last line of its output."""
     if launcher:
         run_script(str(tree), flags)
@@ -248,7 +257,11 @@ def patch_source(tree: Path) -> None:
     """Change the imitated tree as the patch set would."""
     decorated = {
         "arguments.py": {"parse_args": "with_arguments", "validate_args": "with_validation"},
-        "training.py": {"get_model": "with_buffers", "train": "with_engine", "train_step": "with_switch"},
+        "training.py": {
+            "get_model": "with_buffers",
+            "train": "with_engine",
+            "train_step": "with_switch",
+        },
         "models/dist_utils.py": {"unimodal_build_distributed_models": "with_buffers"},
     }
     for name, functions in decorated.items():
@@ -270,8 +283,20 @@ def test_without_the_flag_the_script_runs_as_by_python(tree: Path) -> None:
     result = python(tree, "-m", "megatron_patches", str(tree), "--train-iters", "3", status=0)
     assert json.loads(result.stdout.splitlines()[-1]) == {
         "loss": {"loss": 3.0},
-        "args": {"train_iters": 3, "exit_at": None, "skipped": [], "load": [0, 0], "iteration": 0, "validated": True}
-        | {"builder": False, "global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
+        "args": {
+            "train_iters": 3,
+            "exit_at": None,
+            "skipped": [],
+            "load": [0, 0],
+            "iteration": 0,
+            "validated": True,
+        }
+        | {
+            "builder": False,
+            "global_batch_size": 8,
+            "consumed_train_samples": 0,
+            "curr_iteration": 2,
+        },
         "argv": [str(tree), "--train-iters", "3"],
         "path": str(tree.parent),
         "file": str(tree),
@@ -280,14 +305,18 @@ def test_without_the_flag_the_script_runs_as_by_python(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
-def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Capture, is_patched: bool) -> None:
+def test_both_ways_call_the_engine_at_the_same_points(
+    tree: Path, capsys: Capture, is_patched: bool
+) -> None:
     """Skipped steps do not count, and Megatron's arguments do not contain ours."""
     if is_patched:
         patch_source(tree)
     flags = (*ENGINE, "--resharding-interval", "2", "--train-iters", "5", "--skipped", "2")
     output = run(capsys, tree, *flags, launcher=not is_patched)
     assert output["loss"] == {"loss": 4.0}
-    assert not [name for name in output["args"] if "reshard" in name or "infer" in name or "offload" in name]
+    assert not [
+        name for name in output["args"] if "reshard" in name or "infer" in name or "offload" in name
+    ]
     assert calls(tree) == [
         ["created", 2, True, True],
         ["building"],
@@ -300,7 +329,9 @@ def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Captur
 
 
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
-def test_a_model_of_a_builder_gets_the_engines_buffers(tree: Path, capsys: Capture, is_patched: bool) -> None:
+def test_a_model_of_a_builder_gets_the_engines_buffers(
+    tree: Path, capsys: Capture, is_patched: bool
+) -> None:
     if is_patched:
         patch_source(tree)
     elif not SINCE_0_19:
@@ -309,7 +340,9 @@ def test_a_model_of_a_builder_gets_the_engines_buffers(tree: Path, capsys: Captu
     assert calls(tree)[1:4] == [["building"], ["model built", 1], ["attached", "optimizer", 0]]
 
 
-def test_a_patched_source_under_the_launcher_calls_the_engine_once(tree: Path, capsys: Capture) -> None:
+def test_a_patched_source_under_the_launcher_calls_the_engine_once(
+    tree: Path, capsys: Capture
+) -> None:
     patch_source(tree)
     run(capsys, tree, *ENGINE, "--train-iters", "1")
     assert [call for call, *_ in calls(tree)] == [
@@ -345,7 +378,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_a_patched_source_imports_without_the_package(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_source_imports_without_the_package(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch_source(tree)
     monkeypatch.syspath_prepend(str(tree.parent))
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_patches"]:
@@ -361,7 +396,18 @@ def test_a_patched_source_imports_without_the_package(tree: Path, monkeypatch: p
 
 def test_a_resumed_run_counts_successful_steps(tree: Path, capsys: Capture) -> None:
     """Two of the first six iterations were skipped, so that steps 5, 6 and 7 follow."""
-    run(capsys, tree, *ENGINE, "--resharding-interval", "2", "--load", "6", "32", "--train-iters", "9")
+    run(
+        capsys,
+        tree,
+        *ENGINE,
+        "--resharding-interval",
+        "2",
+        "--load",
+        "6",
+        "32",
+        "--train-iters",
+        "9",
+    )
     assert calls(tree)[3:] == [["attached", "optimizer", 4], ["switched", 8], ["detached"]]
 
 
@@ -438,7 +484,9 @@ def install(tree: Path, monkeypatch: pytest.MonkeyPatch, *references: str) -> No
     monkeypatch.setattr(importlib.metadata, "entry_points", only_these)
 
 
-def test_the_only_installed_engine_is_used(tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_installed_engine_is_used(
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tree, monkeypatch, "recording_engine:Engine")
     run(capsys, tree, "--enable-resharding", "--train-iters", "1")
     assert calls(tree)[0] == ["created", 1, True, True]
@@ -465,7 +513,9 @@ def test_no_engine_or_several_engines_are_refused(
 
 @pytest.mark.slow  # imports Megatron
 @pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
-def test_a_refusal_of_the_engine_ends_the_script_before_any_build(tree: Path, is_patched: bool) -> None:
+def test_a_refusal_of_the_engine_ends_the_script_before_any_build(
+    tree: Path, is_patched: bool
+) -> None:
     """Only the violations are printed, without a traceback, which every rank would print."""
     if is_patched:
         patch_source(tree)
@@ -480,9 +530,18 @@ def test_a_refusal_of_the_engine_ends_the_script_before_any_build(tree: Path, is
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--resharding-interval", "3"), "--resharding-interval: no effect without --enable-resharding"),
-        (("--enable-resharding", "--resharding-engine", "nowhere:make"), "--resharding-engine nowhere:make cannot be"),
-        (("--enable-resharding", "--resharding-engine", "json"), "--resharding-engine json cannot be imported"),
+        (
+            ("--resharding-interval", "3"),
+            "--resharding-interval: no effect without --enable-resharding",
+        ),
+        (
+            ("--enable-resharding", "--resharding-engine", "nowhere:make"),
+            "--resharding-engine nowhere:make cannot be",
+        ),
+        (
+            ("--enable-resharding", "--resharding-engine", "json"),
+            "--resharding-engine json cannot be imported",
+        ),
     ],
 )
 def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: str) -> None:
@@ -490,7 +549,9 @@ def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: st
         run_script(str(tree), flags)
 
 
-def test_rank_0_reports_errors_before_the_other_ranks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_reports_errors_before_the_other_ranks(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher then ends the other ranks; a rank that fails alone reports after the wait."""
     waits = []
     # of the script alone: a thread of another test may sleep in a loop
@@ -510,15 +571,21 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     with pytest.raises(SystemExit, match=message):
         run_script(str(tree), ["--enable-resharding"])
     sys.path[0] = ""
-    with pytest.raises(AssertionError, match="allow_no_cuda"):  # The script's own error: it runs unpatched.
+    with pytest.raises(
+        AssertionError, match="allow_no_cuda"
+    ):  # The script's own error: it runs unpatched.
         run_script(str(tree), [])
     assert "the script runs unpatched" in caplog.text
     sys.path[0] = ""
-    assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
+    assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {
+        "loss": 1.0
+    }
     assert "megatron-core 0.99.0 is imported" in caplog.text
 
 
-@pytest.mark.skipif(Version(INSTALLED) >= Version("0.17"), reason="the wheel has megatron.training since 0.17")
+@pytest.mark.skipif(
+    Version(INSTALLED) >= Version("0.17"), reason="the wheel has megatron.training since 0.17"
+)
 def test_scripts_without_megatron_training_are_refused(tree: Path) -> None:
     lonely = tree.parents[1] / "lonely.py"
     lonely.write_text("raise AssertionError('started')\n")
@@ -529,11 +596,17 @@ def test_scripts_without_megatron_training_are_refused(tree: Path) -> None:
 def test_options_contain_exactly_the_given_flags() -> None:
     parser = argparse.ArgumentParser()
     flags = add_arguments(parser)
-    command = "--enable-resharding --no-offload-train-grad --offload-train-param --infer-tensor-parallel-size 2"
+    command = (
+        "--enable-resharding --no-offload-train-grad --offload-train-param "
+        "--infer-tensor-parallel-size 2"
+    )
     assert vars(parser.parse_args(command.split())) == {}
     options = ReshardingOptions.of(flags)
     assert options == ReshardingOptions(
-        enabled=True, offload_train_grad=False, offload_train_param=True, infer_tensor_parallel_size=2
+        enabled=True,
+        offload_train_grad=False,
+        offload_train_param=True,
+        infer_tensor_parallel_size=2,
     )
     assert options.offload_train_optimizer is None
 

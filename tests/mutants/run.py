@@ -46,7 +46,17 @@ VERDICTS = {PASSED: "survives"}
 VERDICTS |= dict.fromkeys((1, 2, -signal.SIGKILL, -signal.SIGSEGV), "killed")
 """By exit status of pytest: 2 if tests cannot be imported; SIGKILL ends it after the timeout."""
 FAULTS = ("survives", "cannot be judged")
-PYTEST = ("-q", "-x", "--tb=line", "--no-header", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist")
+PYTEST = (
+    "-q",
+    "-x",
+    "--tb=line",
+    "--no-header",
+    "-rfE",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+)
 FIRST_TIMEOUT = 1000.0
 SLOWEST = 5  # times the seconds of unchanged code, after which a mutant counts as killed
 GRACE = 20.0  # seconds more, for a busy machine
@@ -57,9 +67,29 @@ Entered = tuple[str, str]
 """File of tests, or "" outside tests; path of a module and line of a function in it."""
 
 OTHERS: dict[type[ast.AST], type[ast.AST]] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult},
+    **{
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+    },
+    **{
+        ast.In: ast.NotIn,
+        ast.NotIn: ast.In,
+        ast.Is: ast.IsNot,
+        ast.IsNot: ast.Is,
+        ast.And: ast.Or,
+        ast.Or: ast.And,
+    },
+    **{
+        ast.Add: ast.Sub,
+        ast.Sub: ast.Add,
+        ast.Mult: ast.Add,
+        ast.FloorDiv: ast.Mult,
+        ast.Mod: ast.Mult,
+    },
 }
 """Operator -> the operator that takes its place."""
 
@@ -92,20 +122,33 @@ def by_hand(folder: str, rows: list[dict[str, str]]) -> Iterator[Mutant]:
         before, *after = text.split(row["old"])
         code = row["new"].join([before, *after]) if len(after) == 1 else None
         line = 1 + before.count("\n")
-        yield Mutant("hand", f"{row['id']} {folder}/{row['file']}", path, code, line, row.get("survives", ""))
+        yield Mutant(
+            "hand", f"{row['id']} {folder}/{row['file']}", path, code, line, row.get("survives", "")
+        )
 
 
 def by_syntax(path: Path, number: int) -> Iterator[Mutant]:
     """Yield up to `number` mutants, evenly spread over the functions of a file."""
     tree = ast.parse(path.read_text())
-    inside = {id(node): node for function in _functions(tree) for body in function.body for node in ast.walk(body)}
+    inside = {
+        id(node): node
+        for function in _functions(tree)
+        for body in function.body
+        for node in ast.walk(body)
+    }
     changeable = [node for node in inside.values() if _changed(node) is not None]
     for position in range(0, len(changeable), max(1, -(-len(changeable) // number))):
         node = changeable[position]
         change = _Change(node)
         mutated = ast.fix_missing_locations(change.visit(copy.deepcopy(tree, {id(node): node})))
         place = f"{path.relative_to(ENGINE)}:{node.lineno}"
-        yield Mutant("syntax", f"{place} {ast.unparse(node).splitlines()[0][:70]}", path, mutated, node.lineno)
+        yield Mutant(
+            "syntax",
+            f"{place} {ast.unparse(node).splitlines()[0][:70]}",
+            path,
+            mutated,
+            node.lineno,
+        )
 
 
 class _Change(ast.NodeTransformer):
@@ -125,7 +168,9 @@ def _changed(node: ast.AST) -> ast.AST | None:
             new = ast.BoolOp(OTHERS[type(node.op)](), node.values)
         case ast.UnaryOp(op=ast.Not()):
             new = node.operand
-        case ast.BinOp() if type(node.op) in OTHERS and not isinstance(node.left, ast.Constant | ast.JoinedStr):
+        case ast.BinOp() if type(node.op) in OTHERS and not isinstance(
+            node.left, ast.Constant | ast.JoinedStr
+        ):
             new = ast.BinOp(node.left, OTHERS[type(node.op)](), node.right)
         case ast.Constant(value=bool() as value):
             new = ast.Constant(not value)
@@ -162,8 +207,8 @@ def preload() -> None:
 def run_tests(changed: Changed, tests: list[str], marks: str, seconds: float) -> tuple[int, str]:
     """Run tests in a fork of this process with changed modules; return their status and output.
 
-    The status is that of pytest, or of the signal that ended it after `seconds`. The last line of the
-    output lists what called `_entered`.
+    The status is that of pytest, or of the signal that ended it after `seconds`. The last line of
+    the output lists what called `_entered`.
     """
     for path in changed:
         module = ".".join(path.relative_to(REPO_ROOT).with_suffix("").parts)
@@ -241,7 +286,9 @@ def judge(folder: str, mutants: list[Mutant], tests: list[str], marks: str) -> C
     The tests must pass over unchanged code, which also says how long they may take.
     """
     start = time.monotonic()
-    status, output = run_tests({mutant.path: noting(mutant.path) for mutant in mutants}, tests, marks, FIRST_TIMEOUT)
+    status, output = run_tests(
+        {mutant.path: noting(mutant.path) for mutant in mutants}, tests, marks, FIRST_TIMEOUT
+    )
     seconds = time.monotonic() - start
     assert status == PASSED, f"without a mutant:\n{output}"
     entered = json.loads(output.splitlines()[-1])
@@ -255,22 +302,33 @@ def judge(folder: str, mutants: list[Mutant], tests: list[str], marks: str) -> C
         if mutant.code is not None and files == []:
             status = PASSED
         elif mutant.code is not None:
-            status, output = run_tests({mutant.path: mutant.code}, files or tests, marks, SLOWEST * seconds + GRACE)
-            failed = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR "))), "")
+            status, output = run_tests(
+                {mutant.path: mutant.code}, files or tests, marks, SLOWEST * seconds + GRACE
+            )
+            failed = next(
+                (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR "))), ""
+            )
         verdict = VERDICTS.get(status, "cannot be judged")
         if verdict == "survives":
             verdict = "may survive" if mutant.survives else verdict
         elif verdict == "killed" and mutant.survives:
             verdict = "killed, though it may survive"
         verdicts[mutant.kind, verdict] += 1
-        print(f"  {time.monotonic() - start:5.1f} s  {verdict}: {mutant.name}  {failed[:160]}", flush=True)
+        print(
+            f"  {time.monotonic() - start:5.1f} s  {verdict}: {mutant.name}  {failed[:160]}",
+            flush=True,
+        )
     return verdicts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="judge mutants whose name contains this text")
-    parser.add_argument("--kind", default="", choices=("hand", "syntax"), help="judge only these; default: both")
+    parser.add_argument(
+        "--kind", default="", choices=("hand", "syntax"), help="judge only these; default: both"
+    )
     options = parser.parse_args()
     table = tomllib.loads(TABLE.read_text())
     syntax = table.pop("syntax")
@@ -281,17 +339,32 @@ def main() -> None:
         for name, number in syntax["files"].items():
             if name.startswith(f"{folder}/"):
                 mutants += by_syntax(ENGINE / name, number)
-        chosen = [mutant for mutant in mutants if options.only in mutant.name and options.kind in ("", mutant.kind)]
+        chosen = [
+            mutant
+            for mutant in mutants
+            if options.only in mutant.name and options.kind in ("", mutant.kind)
+        ]
         tests = [str(REPO_ROOT / "tests" / "hybrid_engine" / name) for name in of_folder["tests"]]
         if chosen:
-            verdicts += judge(folder, chosen, tests, "not ranks" if of_folder.get("slow") else "not ranks and not slow")
+            verdicts += judge(
+                folder,
+                chosen,
+                tests,
+                "not ranks" if of_folder.get("slow") else "not ranks and not slow",
+            )
     for kind, verdict in sorted(verdicts):
         print(f"{kind}: {verdicts[kind, verdict]} {verdict}")
-    faults = [f"{verdicts['hand', fault]} mutants by hand: {fault}" for fault in FAULTS if verdicts["hand", fault]]
+    faults = [
+        f"{verdicts['hand', fault]} mutants by hand: {fault}"
+        for fault in FAULTS
+        if verdicts["hand", fault]
+    ]
     killed = verdicts["syntax", "killed"]
     number = killed + sum(verdicts["syntax", fault] for fault in FAULTS)
     if killed < syntax["floor"] * number:
-        faults.append(f"{killed} of {number} by syntax killed, at least {syntax['floor']:.0%} must be")
+        faults.append(
+            f"{killed} of {number} by syntax killed, at least {syntax['floor']:.0%} must be"
+        )
     if faults:
         sys.exit("\n".join(faults))
 

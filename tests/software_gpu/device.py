@@ -33,7 +33,9 @@ GRANULE = 65536
 def library() -> ctypes.CDLL:
     """Return libcuda, for calls that torch does not make."""
     library = ctypes.CDLL("libcuda.so.1")
-    assert hasattr(library, "software_gpu_counts"), "this process had loaded the driver of a GPU before"
+    assert hasattr(library, "software_gpu_counts"), (
+        "this process had loaded the driver of a GPU before"
+    )
     library.software_gpu_counts.restype = library.software_gpu_mapped.restype = ctypes.c_size_t
     for function in (library.software_gpu_timeline_compute, library.software_gpu_timeline_scale):
         function.argtypes = [ctypes.c_double]
@@ -50,7 +52,9 @@ def _bindings_over_driver() -> ModuleType:
     try:
         path = build_driver()
     except PackageNotFoundError as error:
-        raise SkipTest(f"{error.name} is missing, which has cuda.h: requirements-cpu.txt has it") from None
+        raise SkipTest(
+            f"{error.name} is missing, which has cuda.h: requirements-cpu.txt has it"
+        ) from None
     os.environ["SOFTWARE_GPU_PAGE_NBYTES"] = str(GRANULE)
     ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     from cuda.bindings import driver
@@ -159,7 +163,9 @@ class Timeline:
 
     def __str__(self) -> str:
         names = [field.name for field in fields(self)][1:]
-        in_use = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) * 1e3:.3f}" for name in names)
+        in_use = ", ".join(
+            f"{name.replace('_', ' ')} {getattr(self, name) * 1e3:.3f}" for name in names
+        )
         return f"{self.seconds * 1e3:.3f} ms by the timeline, of which in use: {in_use}"
 
 

@@ -1,6 +1,7 @@
 """Faults of NCCL and deaths of ranks during a switch: two ranks, and the fault on the first.
 
-python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME     on each rank: writes an empty file if all was right
+python -m tests.software_gpu.faults_on_ranks DIRECTORY NAME   on each rank: writes a file if all was
+right
 
 Every fault has a separate launch, because most faults end the job.
 """
@@ -27,7 +28,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import HybridEngine
-from hybrid_engine.errors import LostRankError, RemoteError, ReshardError, StateError, TransportError
+from hybrid_engine.errors import (
+    LostRankError,
+    RemoteError,
+    ReshardError,
+    StateError,
+    TransportError,
+)
 from hybrid_engine.memory import device_pages
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_internals import TensorDict
@@ -120,7 +127,9 @@ def dying_in_a_bucket() -> Iterator[None]:
 def dying_once_its_descriptors_are_fetched() -> Iterator[None]:
     """Die after the other rank has fetched the descriptors and before it imports them."""
     path = Path(os.environ["FETCHED"])
-    with mock.patch.object(device_pages.DevicePeer, "_map", side_effect=partial(_die_when_exists, path)):
+    with mock.patch.object(
+        device_pages.DevicePeer, "_map", side_effect=partial(_die_when_exists, path)
+    ):
         yield
 
 
@@ -139,7 +148,10 @@ def importing_from_the_dead() -> Iterator[None]:
     def fetch_and_wait(*arguments: Any) -> list[int]:
         descriptors = fetch(*arguments)
         Path(os.environ["FETCHED"]).touch()
-        while Path(f"/proc/{pid}/status").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+        while (
+            Path(f"/proc/{pid}/status").exists()
+            and "zombie" not in Path(f"/proc/{pid}/status").read_text()
+        ):
             time.sleep(0.01)
         return descriptors
 
@@ -148,22 +160,28 @@ def importing_from_the_dead() -> Iterator[None]:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "a send fails": Fault(partial(failing, "ncclSend", error=_INTERNAL_ERROR), "ncclSend fails as a test asked"),
+    "a send fails": Fault(
+        partial(failing, "ncclSend", error=_INTERNAL_ERROR), "ncclSend fails as a test asked"
+    ),
     "a send fails, the other rank is late": Fault(
         partial(failing, "ncclSend", error=_INTERNAL_ERROR), "ncclSend fails as a test asked"
     ),
     "a later receive fails": Fault(
-        partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR), "ncclRecv fails as a test asked"
+        partial(failing, "ncclRecv", first=2, error=_INTERNAL_ERROR),
+        "ncclRecv fails as a test asked",
     ),
     "messages fail as they begin": Fault(
-        partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR), "ncclGroupEnd fails as a test asked"
+        partial(failing, "ncclGroupEnd", first=2, error=_INTERNAL_ERROR),
+        "ncclGroupEnd fails as a test asked",
     ),
     "messages fail on their way": Fault(
         partial(failing, "ncclSend on its way", first=2, error=_REMOTE_ERROR), "ncclRemoteError"
     ),
     "a communicator is aborted": Fault(aborting_its_communicator, "communicator was aborted"),
     "the first collective fails": Fault(
-        partial(failing_while_gpus_connect, "ncclAllReduce"), "ncclAllReduce fails as a test asked", at_start=True
+        partial(failing_while_gpus_connect, "ncclAllReduce"),
+        "ncclAllReduce fails as a test asked",
+        at_start=True,
     ),
     "a rank dies in a bucket": Fault(dying_in_a_bucket),
     "a rank dies before an import": Fault(dying_once_its_descriptors_are_fetched, generate={}),
@@ -182,7 +200,8 @@ def run_fault(directory: Path, name: str) -> tuple[list[int], str]:
         "PYTHONWARNINGS": "ignore",
         "PID": str(directory / "pid"),
         "FETCHED": str(directory / "fetched"),
-        # If torch's watchdog sees a failure first, the end of a group waits for its report: 60 s by default.
+        # If torch's watchdog sees a failure first, the end of a group waits for its report: 60 s by
+        # default.
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
     }
     arguments = ["-m", "tests.software_gpu.faults_on_ranks", str(directory), name]
@@ -230,7 +249,11 @@ def run(fault: Fault, name: str) -> None:
     engine_of = partial(small_switch.engine_of, Path(os.environ["SMALL_MODEL"]), {}, settings)
     if fault.at_start:
         kind = ReshardError if is_first else RemoteError
-        with at_fault(), raising(kind, f"connecting GPUs(.|\n)*{fault.error}", SECONDS), engine_of():
+        with (
+            at_fault(),
+            raising(kind, f"connecting GPUs(.|\n)*{fault.error}", SECONDS),
+            engine_of(),
+        ):
             pass
         return
     with engine_of() as (engine, trainer):
@@ -251,7 +274,9 @@ def run(fault: Fault, name: str) -> None:
         after = contents(engine)
         assert all(torch.equal(after[key], flat) for key, flat in before.items())
         trainer.train_step(workers.batch(0), workers.cross_entropy)
-        with raising(TransportError, "cannot be exchanged after an earlier failure", TIMEOUT_SECONDS):
+        with raising(
+            TransportError, "cannot be exchanged after an earlier failure", TIMEOUT_SECONDS
+        ):
             engine.sharding.enter(State.INFER)
 
 

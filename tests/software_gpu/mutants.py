@@ -1,6 +1,6 @@
 """Mutants: the product without one of its waits.
 
-with mutant.applied():          calls of a function, or only its calls from another function, do nothing
+with mutant.applied():          calls of a function, or those from another function, do nothing
     scenario()                  needs the wait; passes without a mutant
 """
 

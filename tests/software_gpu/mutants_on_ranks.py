@@ -1,6 +1,7 @@
 """Mutants of code that involves two processes; they run in turn on the same two ranks.
 
-python -m tests.software_gpu.mutants_on_ranks DIRECTORY NAME...     on each rank: writes reports and errors by name
+python -m tests.software_gpu.mutants_on_ranks DIRECTORY NAME...   on each rank: writes reports by
+name
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def switching(actor: Actor | None = None, **generate: Any) -> Callable[[], None]
     """Return a scenario: a job with these configuration keys switches back and forth."""
 
     def switch() -> None:
-        with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), actor or {}, generate) as (engine, trainer):
+        with small_switch.engine_of(Path(os.environ["SMALL_MODEL"]), actor or {}, generate) as (
+            engine,
+            trainer,
+        ):
             small_switch.switch(engine, trainer)
 
     return switch
@@ -88,19 +92,31 @@ SCENARIOS: Mapping[str, Callable[[], None]] = {
 }
 MUTANTS: Mapping[str, Mutant] = {
     "what prepare has queued is read": Mutant(
-        "reading sums with LoRA, one rank late", torch.cuda.Stream, "synchronize", ShardingManager._bring_parameters
+        "reading sums with LoRA, one rank late",
+        torch.cuda.Stream,
+        "synchronize",
+        ShardingManager._bring_parameters,
     ),
-    "a probe is read before it is written": Mutant("reading", torch.cuda, "synchronize", setup._probe),
+    "a probe is read before it is written": Mutant(
+        "reading", torch.cuda, "synchronize", setup._probe
+    ),
     "messages are unpacked before they have come": Mutant("messages", collective, "_finish"),
     "memory goes before others have read it": Mutant(
-        "reading, one rank late", RankGroup, "end_maximum", ReleaseFence._wait, noticed="owner (has )?released"
+        "reading, one rank late",
+        RankGroup,
+        "end_maximum",
+        ReleaseFence._wait,
+        noticed="owner (has )?released",
     ),
 }
 
 
 def noticed_on_ranks(directory: Path, names: Collection[str]) -> dict[str, str]:
     """Return the reports and errors of these mutants and scenarios, by name."""
-    environment = {"SMALL_MODEL": str(small_switch.write_model(directory / "model")), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        "SMALL_MODEL": str(small_switch.write_model(directory / "model")),
+        "PYTHONWARNINGS": "ignore",
+    }
     arguments = ["-m", "tests.software_gpu.mutants_on_ranks", str(directory), *names]
     ended = run_ranks(arguments, 2, SECONDS, environment=environment)
     texts = {name: path.read_text() for name in names if (path := _path(directory, name)).is_file()}

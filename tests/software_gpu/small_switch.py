@@ -35,11 +35,19 @@ def write_model(directory: Path) -> Path:
 def engine_of(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
 ) -> Iterator[tuple[HybridEngine, TrainEngine]]:
-    """Build an engine in state TRAIN, and its trainer, with these keys of `actor_config` and `generate_config`."""
+    """Build an engine in state TRAIN, and its trainer, with these keys of `actor_config` and
+    `generate_config`.
+    """
     apply_patches()
     from hybrid_engine.trainer.megatron.actor import build_actor
 
-    settings = {"bucket_mb": 1, "timeout_seconds": 30, "verify": "full", "check_compute": "off", **generate}
+    settings = {
+        "bucket_mb": 1,
+        "timeout_seconds": 30,
+        "verify": "full",
+        "check_compute": "off",
+        **generate,
+    }
     incremental = settings.pop("incremental", "off")
     config = workers.configuration(model, {"tensor_model_parallel_size": 2, **actor}, settings)
     # Set afterwards: a configuration has deltas for servers only.
@@ -58,7 +66,10 @@ def switch(engine: HybridEngine, trainer: TrainEngine, num_rounds: int = 2) -> N
     """Train, switch to inference and back, `num_rounds` times."""
     limits = trainer.limits
     for seed in range(num_rounds):
-        batch = {name: rows.chunk(limits.dp_size)[limits.dp_rank] for name, rows in workers.batch(seed).items()}
+        batch = {
+            name: rows.chunk(limits.dp_size)[limits.dp_rank]
+            for name, rows in workers.batch(seed).items()
+        }
         trainer.train_step(batch, workers.cross_entropy)
         engine.sharding.enter(State.INFER)
         engine.sharding.enter(State.TRAIN)

@@ -86,8 +86,12 @@ def test_memory_is_taken_while_any_process_maps_it() -> None:
     child.close()
 
 
-@pytest.mark.parametrize(("is_exported_before", "waits"), [(False, True), (True, False), (False, False)])
-def test_a_peer_that_reads_too_early_is_reported(is_exported_before: bool, waits: bool, reports: Reports) -> None:
+@pytest.mark.parametrize(
+    ("is_exported_before", "waits"), [(False, True), (True, False), (False, False)]
+)
+def test_a_peer_that_reads_too_early_is_reported(
+    is_exported_before: bool, waits: bool, reports: Reports
+) -> None:
     stream = torch.cuda.Stream()
     buffer = new_buffer()
     if is_exported_before:

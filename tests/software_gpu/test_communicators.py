@@ -21,8 +21,12 @@ def suspend_and_resume(rank: int, store: str, connection: Connection) -> None:
     require_suspension("suspend_communicators")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", f"file://{store}", rank=rank, world_size=NUM_RANKS, device_id=None)
-    used, other, unused, on_host = (dist.new_group([0, 1], backend=name) for name in ("nccl", "nccl", "nccl", "gloo"))
+    dist.init_process_group(
+        "nccl", f"file://{store}", rank=rank, world_size=NUM_RANKS, device_id=None
+    )
+    used, other, unused, on_host = (
+        dist.new_group([0, 1], backend=name) for name in ("nccl", "nccl", "nccl", "gloo")
+    )
     tensor = torch.ones(1, device=device)
     before = torch.cuda.mem_get_info(device)[0]
 

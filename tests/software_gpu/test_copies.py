@@ -1,4 +1,6 @@
-"""Copies of a bucket between buffers of a device: the same bytes as on a CPU, in one or two kernels."""
+"""Copies of a bucket between buffers of a device: the same bytes as on a CPU, in one or two
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,17 @@ def experts_backwards(shard: int, columns: int = COLUMNS // SHARDS) -> Iterator[
         place = (EXPERTS - 1 - expert) * SIZE + shard * columns
         source = Place(BufferId(0, "trained"), place, (COLUMNS, 1))
         destination = Place(BufferId(0, "served"), expert * ROWS * columns, (columns, 1))
-        yield Transfer(f"expert {expert}", (ROWS, columns), source, destination, 2 * ROWS * columns, Link.SELF)
+        yield Transfer(
+            f"expert {expert}", (ROWS, columns), source, destination, 2 * ROWS * columns, Link.SELF
+        )
 
 
-def copied(copies: BatchedCopies, source: torch.Tensor, served: torch.dtype, start: int = 0) -> torch.Tensor:
-    """Run copies on the source's device, into memory that begins `start` elements after a multiple of 16 bytes."""
+def copied(
+    copies: BatchedCopies, source: torch.Tensor, served: torch.dtype, start: int = 0
+) -> torch.Tensor:
+    """Run copies on the source's device, into memory that begins `start` elements after a multiple
+    of 16 bytes.
+    """
     flat = torch.zeros(EXPERTS * SIZE + start, dtype=served, device=source.device)[start:]
     copies.run(lambda _: source, lambda _: flat, WHERE)
     return flat.cpu().view(torch.uint8)
@@ -50,7 +58,11 @@ def copied(copies: BatchedCopies, source: torch.Tensor, served: torch.dtype, sta
 @pytest.mark.parametrize(
     ("trained", "served"),
     [
-        *zip(SAME := (torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool), SAME, strict=True),
+        *zip(
+            SAME := (torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool),
+            SAME,
+            strict=True,
+        ),
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float32),
     ],
@@ -70,28 +82,47 @@ def test_experts_in_reverse_order_are_copied_by_one_kernel(
 
 
 def grown(place: Place, step: int) -> Place:
-    return Place(place.buffer, place.offset * step, (*(stride * step for stride in place.strides), 1))
+    return Place(
+        place.buffer, place.offset * step, (*(stride * step for stride in place.strides), 1)
+    )
 
 
 DTYPES = ("uint8", "bfloat16", "float16", "float32", "int64")
 CASTS = ("uint8", "float32", "bfloat16", "float16", "int64")
 
 
-@given(st.integers(0, 2**32), st.sampled_from([DTYPES, CASTS]), st.integers(1, 20), st.sampled_from([1, 4, 16]))
-def test_any_boxes_are_copied_as_on_a_cpu(seed: int, dtypes: tuple[str, ...], num: int, step: int) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([DTYPES, CASTS]),
+    st.integers(1, 20),
+    st.sampled_from([1, 4, 16]),
+)
+def test_any_boxes_are_copied_as_on_a_cpu(
+    seed: int, dtypes: tuple[str, ...], num: int, step: int
+) -> None:
     """Elements become runs of `step`: some boxes permit 16 bytes at a time, and others do not."""
     case = build_case(seed, 1, Shape(num, 1, DTYPES, dtypes, max_length=6))
     transport = LocalTransport(0)
     copies = transport.prepare(
         [
-            replace(moved, lengths=(*moved.lengths, step), src=grown(moved.src, step), dst=grown(moved.dst, step))
+            replace(
+                moved,
+                lengths=(*moved.lengths, step),
+                src=grown(moved.src, step),
+                dst=grown(moved.dst, step),
+            )
             for moved in case.buckets[0].transfers
         ]
     )
 
     def copied_on(device: str) -> TensorDict:
-        sources = {name: flat.repeat_interleave(step).to(device) for name, flat in case.sources_of(0).items()}
-        targets = {name: flat.repeat(step).to(device) for name, flat in case.new_destinations(0).items()}
+        sources = {
+            name: flat.repeat_interleave(step).to(device)
+            for name, flat in case.sources_of(0).items()
+        }
+        targets = {
+            name: flat.repeat(step).to(device) for name, flat in case.new_destinations(0).items()
+        }
         transport.run(0, copies, sources, targets)
         return {name: flat.cpu() for name, flat in targets.items()}
 
@@ -108,7 +139,11 @@ def test_the_table_of_addresses_is_made_again_only_for_other_memory() -> None:
     for flat, num_uploads in [(source, 2), (source, 0), (other := source.neg(), 1), (other, 0)]:
         with counted() as calls:
             copies.run(lambda _, flat=flat: flat, lambda _: served, WHERE)
-        assert (calls["cuMemcpyAsync"], calls["kernel"], calls["cuStreamSynchronize"]) == (num_uploads, 1, 0)
+        assert (calls["cuMemcpyAsync"], calls["kernel"], calls["cuStreamSynchronize"]) == (
+            num_uploads,
+            1,
+            0,
+        )
         assert torch.equal(served[:16], flat[-SIZE:][:16])
         tables.add(*map(id, copies._tiled.tiles.values()))
     assert len(tables) == 1
@@ -116,7 +151,10 @@ def test_the_table_of_addresses_is_made_again_only_for_other_memory() -> None:
 
 def test_a_transfer_beyond_the_memory_is_named_before_anything_is_copied() -> None:
     source = torch.ones(EXPERTS * SIZE // 2, device="cuda")
-    with refused(TransportError, "copy-failed", WHERE, "expert 0", "out of bounds"), counted() as calls:
+    with (
+        refused(TransportError, "copy-failed", WHERE, "expert 0", "out of bounds"),
+        counted() as calls,
+    ):
         copied(BatchedCopies(experts_backwards(0)), source, torch.float32)
     assert calls["copy_tiles"] == 0
 
@@ -139,7 +177,9 @@ def test_the_checker_sees_what_the_kernel_reads_and_writes(side: int, reports: R
 
 def test_readers_are_notified_once_relay_buffers_are_written() -> None:
     """Readers are other processes, which do not wait for the stream of the relay rank."""
-    relay, source, served = (Place(BufferId(rank, name), 0, (1,)) for rank, name in ((0, "relay"), (2, "s"), (1, "d")))
+    relay, source, served = (
+        Place(BufferId(rank, name), 0, (1,)) for rank, name in ((0, "relay"), (2, "s"), (1, "d"))
+    )
     arrival = Transfer("t", (SIZE,), source, relay, 4 * SIZE, Link.NETWORK)
     read = Transfer("t", (SIZE,), relay, served, 4 * SIZE, Link.HOST)
     bucket = Bucket(0, ("t",), (arrival,), (), 4 * SIZE, fan_out=(read,))

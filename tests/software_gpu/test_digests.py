@@ -48,7 +48,9 @@ def test_headers_of_a_bucket_need_one_wait() -> None:
     assert [message.digest for message in received] == [0, 1, 2, 3, 4]
 
 
-def test_pending_bytes_are_bounded(boxes: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_bytes_are_bounded(
+    boxes: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = digests.box_digests(boxes)
     monkeypatch.setattr(digests, "_MAX_PENDING_NBYTES", 4096)
     with counted() as calls:

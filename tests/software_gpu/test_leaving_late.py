@@ -77,7 +77,10 @@ class Engines:
 
 
 def check_what_requests_do_not_need_stays(engines: Engines) -> None:
-    for states in ([State.INFER, State.TRAIN], [State.INFER, State.FORWARD, State.INFER, State.TRAIN]):
+    for states in (
+        [State.INFER, State.TRAIN],
+        [State.INFER, State.FORWARD, State.INFER, State.TRAIN],
+    ):
         trained = engines.train()
         for state in states:
             onloaded = engines.enter(state)
@@ -120,7 +123,10 @@ def check_a_failed_copy_keeps_the_request_from_the_memory(engines: Engines) -> N
     engines.enter(State.INFER)
     drawn = engines.draw()
     pending = engines.pending
-    with mock.patch.object(QueuedCopy, "wait", side_effect=OSError("bus")), pytest.raises(OffloadError):
+    with (
+        mock.patch.object(QueuedCopy, "wait", side_effect=OSError("bus")),
+        pytest.raises(OffloadError),
+    ):
         engines.write_all_blocks()
     assert engines.pending == pending
     assert engines.draw() == drawn, "a request that needs few blocks goes on"

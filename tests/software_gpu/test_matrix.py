@@ -57,7 +57,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             if cell.num_ranks == num_ranks:
                 case = cell.case(tmp_path_factory.mktemp("model"))
                 for way in WAYS:
-                    cases[cell.name, way] = replace(case, generate={**case.generate, **keys_of(cell, way)})
+                    cases[cell.name, way] = replace(
+                        case, generate={**case.generate, **keys_of(cell, way)}
+                    )
         verdicts = run_cases([*cases.values()], num_ranks, SECONDS, module=golden.__name__)
         return dict(zip(cases, verdicts, strict=True))
 

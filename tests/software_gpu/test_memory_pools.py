@@ -45,7 +45,9 @@ def test_a_first_digest_leaves_nothing_in_the_pool(
 
     def load() -> int:
         with torch.cuda.stream(torch.cuda.Stream(DEVICE) if has_own_stream else None):
-            return without_what_stays(lambda worker: digest_in_a_pool())(SimpleNamespace(device=DEVICE))
+            return without_what_stays(lambda worker: digest_in_a_pool())(
+                SimpleNamespace(device=DEVICE)
+            )
 
     assert in_new_thread(load) == 0
 

@@ -105,7 +105,10 @@ def interrupted_on_the_way_back() -> None:
     """Interrupt before the copies to the device are over, then offload everything again."""
     state = trained()
     state.offloader.offload()
-    with mock.patch.object(Offloader, "_complete", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+    with (
+        mock.patch.object(Offloader, "_complete", side_effect=KeyboardInterrupt),
+        suppress(KeyboardInterrupt),
+    ):
         state.offloader.onload()
     state.offloader.offload()
     state.offloader.onload()
@@ -116,7 +119,9 @@ is_mutated = False
 
 
 def _no_wait_of_host_memory() -> AbstractContextManager[object]:
-    """Return a context in which host memory, which may end first, does not wait for copies in place of a mutant."""
+    """Return a context in which host memory, which may end first, does not wait for copies in place
+    of a mutant.
+    """
     return mock.patch.object(Copier, "finish_all") if is_mutated else nullcontext()
 
 
@@ -246,7 +251,7 @@ def loading(function: Callable[..., None]) -> SimpleNamespace:
 
 
 # -- vLLM's steps
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def written_after_a_failed_step() -> None:
@@ -284,13 +289,15 @@ def idle_llm() -> SimpleNamespace:
     core.model_executor.driver_worker.worker.model_runner = SimpleNamespace(requests={})
     outputs = SimpleNamespace(request_states={}, parent_requests={}, external_req_ids={})
     engine = SimpleNamespace(
-        reset_encoder_cache=lambda: None, engine_core=SimpleNamespace(engine_core=core), output_processor=outputs
+        reset_encoder_cache=lambda: None,
+        engine_core=SimpleNamespace(engine_core=core),
+        output_processor=outputs,
     )
     return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True)
 
 
 # -- in this process
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _no_seconds(*_: object) -> float:
@@ -321,9 +328,15 @@ MUTANTS: Mapping[str, Mutant] = {
     "copies do not wait for what is computed": Mutant(
         "leaves in parts", torch.cuda.Stream, "wait_stream", arena.Copier.copy
     ),
-    "an offload does not wait for other streams": Mutant("leaves whole", Offloader, "_synchronize", Offloader.offload),
-    "storages go before they are saved": Mutant("others take its memory", Storage, "wait_saved", Offloader._take_off),
-    "pages go before they are saved": Mutant("leaves in parts", Storage, "wait_saved", Offloader._release_saved),
+    "an offload does not wait for other streams": Mutant(
+        "leaves whole", Offloader, "_synchronize", Offloader.offload
+    ),
+    "storages go before they are saved": Mutant(
+        "others take its memory", Storage, "wait_saved", Offloader._take_off
+    ),
+    "pages go before they are saved": Mutant(
+        "leaves in parts", Storage, "wait_saved", Offloader._release_saved
+    ),
     "pages go before they are read": Mutant(
         "is read while it is saved",
         CudaDriver,
@@ -333,17 +346,33 @@ MUTANTS: Mapping[str, Mutant] = {
     "contents are used before they are back": Mutant(
         "comes late", QueuedCopy, "wait", Storage._await_arrivals, _no_seconds
     ),
-    "what is called off goes before it is there": Mutant("is called off", Storage, "_await_arrivals", Storage.call_off),
-    "memory of what is late goes to others": Mutant("comes late and ends", torch.Tensor, "record_stream", Copier.copy),
+    "what is called off goes before it is there": Mutant(
+        "is called off", Storage, "_await_arrivals", Storage.call_off
+    ),
+    "memory of what is late goes to others": Mutant(
+        "comes late and ends", torch.Tensor, "record_stream", Copier.copy
+    ),
     "what stays is trained before it is saved": Mutant(
         "is saved and stays", Storage, "wait_saved", Offloader._put_back
     ),
-    "host memory goes before copies to it are over": Mutant("ends while it is saved", Copier, "finish_all"),
-    "what comes goes before it is there": Mutant("interrupted", Storage, "_await_arrivals", Storage.call_off),
-    "what came goes before it is there": Mutant("given up", Storage, "complete", Offloader._onload_kind),
-    "memory ends before it is written": Mutant("memory ends", CudaDriver, "synchronize", Chunks.end),
-    "a peer's memory goes before it is read": Mutant("read", CudaDriver, "finish_stream", DevicePeer.mapped),
-    "so it does after a failure": Mutant("read until a failure", CudaDriver, "finish_stream", DevicePeer.mapped),
+    "host memory goes before copies to it are over": Mutant(
+        "ends while it is saved", Copier, "finish_all"
+    ),
+    "what comes goes before it is there": Mutant(
+        "interrupted", Storage, "_await_arrivals", Storage.call_off
+    ),
+    "what came goes before it is there": Mutant(
+        "given up", Storage, "complete", Offloader._onload_kind
+    ),
+    "memory ends before it is written": Mutant(
+        "memory ends", CudaDriver, "synchronize", Chunks.end
+    ),
+    "a peer's memory goes before it is read": Mutant(
+        "read", CudaDriver, "finish_stream", DevicePeer.mapped
+    ),
+    "so it does after a failure": Mutant(
+        "read until a failure", CudaDriver, "finish_stream", DevicePeer.mapped
+    ),
     "inference writes what is not saved yet": Mutant("shares its memory", Storage, "wait_saved"),
     "training writes what inference still reads": Mutant(
         "shares its memory", torch.cuda, "synchronize", SleepingSegments.sleep
@@ -358,7 +387,9 @@ MUTANTS: Mapping[str, Mutant] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_missing_wait_is_detected(name: str, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_detected(
+    name: str, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutant = MUTANTS[name]
     monkeypatch.setattr(sys.modules[__name__], "is_mutated", True)
     error = ""
@@ -380,7 +411,7 @@ def test_with_all_waits_nothing_is_reported(name: str) -> None:
 
 
 # -- on two ranks
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +430,9 @@ class TestOnRanks:
     @pytest.mark.parametrize("name", on_ranks.MUTANTS)
     def test_a_missing_wait_is_detected(self, name: str, noticed: dict[str, str]) -> None:
         mutant = on_ranks.MUTANTS[name]
-        assert re.search(mutant.noticed, noticed[name], re.MULTILINE), f"without {mutant.name}: {noticed[name]}"
+        assert re.search(mutant.noticed, noticed[name], re.MULTILINE), (
+            f"without {mutant.name}: {noticed[name]}"
+        )
 
     @pytest.mark.parametrize("name", on_ranks.SCENARIOS)
     def test_with_all_waits_nothing_is_reported(self, name: str, noticed: dict[str, str]) -> None:

@@ -17,7 +17,12 @@ from megatron_patches import optimizers
 from megatron_patches.optimizers import OptimizerTensor
 from tests.harness.errors import refused
 from tests.software_gpu.device import NOT_SUPPORTED, failing
-from tests.software_gpu.training_state import WAYS_TO_COME, WAYS_TO_LEAVE, TrainingState, leave_and_come_back
+from tests.software_gpu.training_state import (
+    WAYS_TO_COME,
+    WAYS_TO_LEAVE,
+    TrainingState,
+    leave_and_come_back,
+)
 
 MIB = 2**20
 DEVICE = torch.device("cuda", 0)
@@ -33,7 +38,9 @@ def state() -> TrainingState:
 
 @pytest.mark.parametrize(("leave", "come"), [*itertools.product(WAYS_TO_LEAVE, WAYS_TO_COME)])
 def test_contents_are_restored(state: TrainingState, leave: str, come: str) -> None:
-    leave_and_come_back(state, leave, come, seed=10 * [*WAYS_TO_LEAVE].index(leave) + [*WAYS_TO_COME].index(come))
+    leave_and_come_back(
+        state, leave, come, seed=10 * [*WAYS_TO_LEAVE].index(leave) + [*WAYS_TO_COME].index(come)
+    )
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
@@ -88,7 +95,9 @@ def test_an_onload_collects_garbage_if_memory_is_short(state: TrainingState) -> 
 
 
 def test_old_memory_is_released_while_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizer state moves to elastic memory; the driver's count includes memory that torch keeps of moved tensors."""
+    """Optimizer state moves to elastic memory; the driver's count includes memory that torch keeps
+    of moved tensors.
+    """
     monkeypatch.setattr(optimizers, "_MAX_CACHED_NBYTES", MOST_KEPT_NBYTES)
     torch.cuda.empty_cache()
     tensors = [torch.full((NUMEL,), float(number), device=DEVICE) for number in range(NUM_TENSORS)]
@@ -100,7 +109,10 @@ def test_old_memory_is_released_while_new_memory_is_taken(monkeypatch: pytest.Mo
         taken.append(taken_nbytes(DEVICE))
 
     home = optimizers._BufferPlace()
-    moved = [OptimizerTensor(str(number), "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
+    moved = [
+        OptimizerTensor(str(number), "moment", "exp_avg", tensor)
+        for number, tensor in enumerate(tensors)
+    ]
     home.adopt(moved, "", reserve_elastic, give_memory)
     assert home.without(moved) == []
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))

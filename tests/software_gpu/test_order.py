@@ -45,7 +45,9 @@ WAITS: Mapping[str, Callable[[torch.cuda.Stream], object]] = {
     "the host, for the device": lambda _: torch.cuda.synchronize(),
     "the host, by queries": wait_for_a_query,
     "a stream": lambda stream: torch.cuda.current_stream().wait_stream(stream),
-    "a stream, for an event": lambda stream: torch.cuda.current_stream().wait_event(stream.record_event()),
+    "a stream, for an event": lambda stream: torch.cuda.current_stream().wait_event(
+        stream.record_event()
+    ),
     "a stream, for a third": wait_over_a_third,
 }
 
@@ -85,7 +87,9 @@ def test_a_copy_is_late_without_a_wait(stream: torch.cuda.Stream, reports: Repor
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_addresses_of_the_same_memory_conflict(waits: bool, stream: torch.cuda.Stream, reports: Reports) -> None:
+def test_addresses_of_the_same_memory_conflict(
+    waits: bool, stream: torch.cuda.Stream, reports: Reports
+) -> None:
     driver = driver_of(0)
     assert driver is not None
     nbytes = driver.granularity()
@@ -100,7 +104,9 @@ def test_addresses_of_the_same_memory_conflict(waits: bool, stream: torch.cuda.S
             views.append(tensor_over(address, nbytes, driver.device, None))
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.empty_like(views[0], device="cpu", pin_memory=True).copy_(views[0], non_blocking=True)
+            torch.empty_like(views[0], device="cpu", pin_memory=True).copy_(
+                views[0], non_blocking=True
+            )
         if waits:
             torch.cuda.current_stream().wait_stream(stream)
         views[1].zero_()
@@ -153,7 +159,9 @@ def slow_fill() -> Iterator[Callable[[torch.Tensor, Callable[[], None]], None]]:
     library._destroy()
 
 
-def test_a_kernel_is_pending_for_other_threads_until_it_has_been_computed(slow_fill: Callable[..., None]) -> None:
+def test_a_kernel_is_pending_for_other_threads_until_it_has_been_computed(
+    slow_fill: Callable[..., None],
+) -> None:
     """Its own thread does not wait for it within it."""
     values = torch.zeros(8, device="cuda")
     has_begun = threading.Event()
@@ -239,7 +247,9 @@ def test_a_graph_with_released_memory_is_an_error(reports: Reports) -> None:
         "buffer.release()\n"
         "graph.replay()\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert result.returncode != 0
     assert "illegal memory access" in result.stderr
     assert "ILLEGAL ADDRESS" in reports.new()

@@ -1,4 +1,6 @@
-"""Refusals of hardware, one test each: kernels on memory of others, forked children, unlike collectives."""
+"""Refusals of hardware, one test each: kernels on memory of others, forked children, unlike
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ import torch
 class OnDevice:
     def __init__(self, tensor):
         pointer = (tensor.data_ptr(), False)
-        self.__cuda_array_interface__ = dict(shape=tuple(tensor.shape), typestr="<f4", data=pointer, version=3)
+        self.__cuda_array_interface__ = dict(
+            shape=tuple(tensor.shape), typestr="<f4", data=pointer, version=3
+        )
 
 torch.cuda.init()
 host = torch.ones(1024)
@@ -130,14 +134,21 @@ def test_only_peers_read_each_other() -> None:
     with environment_of(Machine(2, are_peers=False)) as variables:
         environment = {**os.environ, **variables}
         result = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            cwd=REPO_ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert result.returncode == 0, result.stderr
 
 
 def test_a_kernel_reads_registered_host_memory_only(reports: Reports) -> None:
     """Uses another process, because the error persists until its end."""
-    result = subprocess.run([sys.executable, "-c", _REGISTERED], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", _REGISTERED], capture_output=True, text=True, check=False
+    )
     assert result.stdout == "registered\n", result.stderr
     assert "illegal memory access" in result.stderr
     assert "ILLEGAL ADDRESS" in reports.new()
@@ -164,8 +175,13 @@ def test_a_forked_child_has_no_driver(name: str) -> None:
 
 
 def test_a_child_forked_before_the_first_use_has_a_driver() -> None:
-    code = "import os, torch\nif os.fork(): os.wait()\nprint(torch.ones(8, device='cuda').sum().item())\n"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import os, torch\nif os.fork(): os.wait()\nprint(torch.ones(8, "
+        "device='cuda').sum().item())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == 2 * "8.0\n"
 
 
@@ -219,7 +235,15 @@ def test_a_mismatch_of_ranks_is_reported_to_both(
         for rank, (count, dtype, operation) in enumerate([(1000, FLOAT32, SUM), others]):
             address = ctypes.c_void_p(values[rank].data_ptr())
             stream = ctypes.c_void_p(streams[rank].cuda_stream)
-            arguments = (address, address, ctypes.c_size_t(count), dtype, operation, pair[rank], stream)
+            arguments = (
+                address,
+                address,
+                ctypes.c_size_t(count),
+                dtype,
+                operation,
+                pair[rank],
+                stream,
+            )
             assert nccl.ncclAllReduce(*arguments) == 0
         deadline = time.monotonic() + SECONDS
         while not all(stream.query() for stream in streams):

@@ -17,9 +17,20 @@ NUM_PROBLEMS = {"train.jsonl": 256, "held_out.jsonl": 8}
 """Few problems, because Triton's interpreter draws few tokens per second."""
 SETTINGS = (
     *("rl_config.iterations=2", "rl_config.warm_up.max_steps=3", "rl_config.warm_up.batch_size=8"),
-    *("rl_config.prompts_per_iteration=4", "rl_config.samples_per_prompt=2", "rl_config.minibatches=1"),
-    *("actor_config.micro_batch_size=4", "generate_config.max_num_seqs=32", "generate_config.enforce_eager=true"),
-    *("generate_config.vllm.attention_backend=TRITON_ATTN", "generate_config.vllm.disable_custom_all_reduce=true"),
+    *(
+        "rl_config.prompts_per_iteration=4",
+        "rl_config.samples_per_prompt=2",
+        "rl_config.minibatches=1",
+    ),
+    *(
+        "actor_config.micro_batch_size=4",
+        "generate_config.max_num_seqs=32",
+        "generate_config.enforce_eager=true",
+    ),
+    *(
+        "generate_config.vllm.attention_backend=TRITON_ATTN",
+        "generate_config.vllm.disable_custom_all_reduce=true",
+    ),
 )
 MAX_LOG_PROB_DIFFERENCE = 1e-4  # In float32.
 
@@ -37,7 +48,12 @@ def data(tmp_path: Path) -> Path:
 def test_two_iterations_compute_the_same_in_both_engines(config: str, data: Path) -> None:
     out = data / "out"
     command = [sys.executable, "-m", "hybrid_engine", "run", "--nproc-per-node", "2"]
-    command += ["-m", "examples.gpt_rl.train", "--config", str(EXAMPLE / "configs" / f"{config}.yaml")]
+    command += [
+        "-m",
+        "examples.gpt_rl.train",
+        "--config",
+        str(EXAMPLE / "configs" / f"{config}.yaml"),
+    ]
     command += ["--out", str(out), f"rl_config.data={data}", *SETTINGS]
     result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]

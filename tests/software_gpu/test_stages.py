@@ -27,5 +27,8 @@ def test_stages_have_the_completions_of_replicas_and_refuse_to_score(tmp_path: P
     for rank in range(NUM_RANKS):
         observed = json.loads(out.with_suffix(f".{rank}").read_text())
         assert observed["stages"]["tokens"] == observed["replicas"]["tokens"]
-        assert "no log-probabilities of prompts with pipeline parallel size 2" in observed["stages"]["refusal"]
+        assert (
+            "no log-probabilities of prompts with pipeline parallel size 2"
+            in observed["stages"]["refusal"]
+        )
         assert observed["replicas"]["refusal"] == ""

@@ -122,7 +122,9 @@ def leave_and_come_back(state: TrainingState, leave: str, come: str, seed: int) 
     """Train, offload in one way, onload in another, and compare."""
     generator = random.Random(seed)
     state.train()
-    with mock.patch.object(offload_items, "_PIECE_NBYTES", state.chunk_nbytes * 5 // 8 + 6):  # Splits chunks.
+    with mock.patch.object(
+        offload_items, "_PIECE_NBYTES", state.chunk_nbytes * 5 // 8 + 6
+    ):  # Splits chunks.
         WAYS_TO_LEAVE[leave](state, generator)
         state.offloader.offload()
         WAYS_TO_COME[come](state, generator)

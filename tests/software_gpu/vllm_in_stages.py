@@ -28,7 +28,10 @@ def main(model: Path, out: Path) -> None:
         worker = workers.build_worker(model, {"tensor_model_parallel_size": 2}, generate)
         with worker.rollout_context():
             answers = worker.generate_sequences(PROMPTS, workers.GREEDY)
-            observed[name] = {"tokens": [list(answer[0].token_ids) for answer in answers], "refusal": ""}
+            observed[name] = {
+                "tokens": [list(answer[0].token_ids) for answer in answers],
+                "refusal": "",
+            }
             try:
                 worker.inference.prompt_logprobs(PROMPTS)
             except StateError as error:

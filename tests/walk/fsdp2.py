@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -35,12 +39,23 @@ _BASE = ".base_layer.weight"
 class Fsdp2(Subject):
     exact = True
 
-    def __init__(self, path: Path, config: HybridConfig, job: Job, ends: ExitStack, *, lora: bool, serve: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: HybridConfig,
+        job: Job,
+        ends: ExitStack,
+        *,
+        lora: bool,
+        serve: bool,
+    ) -> None:
         table = config.table()
         trainer = None
         if lora:
             self.model: Any = sharded_models.shard(peft_model(path, LORA))
-            self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+            self.optimizer = torch.optim.AdamW(
+                [p for p in self.model.parameters() if p.requires_grad], lr=1e-2
+            )
             train = ShardedModel(self.model, table, job.rank, [self.optimizer])
             ends.callback(train.close)
         else:
@@ -49,13 +64,17 @@ class Fsdp2(Subject):
             self.model = train.model
             self.optimizer = trainer.engine.optimizer.inner
         engine, inference = build_engine(train, config, table, job, ends, serve=serve)
-        super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora, trainer=trainer)
+        super().__init__(
+            engine, job, inference, exact=not lora and not serve, saves=not lora, trainer=trainer
+        )
         self.vocab_size = table.dims.vocab_size
         self._seed = 0
         self.writes = self._writes()
         self.steps = self._steps()
         self.loads = {
-            "load_state_dict": lambda parts: self.model.load_state_dict(self._as_state(parts), strict=False),
+            "load_state_dict": lambda parts: self.model.load_state_dict(
+                self._as_state(parts), strict=False
+            ),
             "set_model_state_dict": lambda parts: set_model_state_dict(
                 self.model, self._as_state(parts), options=StateDictOptions(strict=False)
             ),
@@ -100,7 +119,9 @@ class Fsdp2(Subject):
     def forward(self) -> torch.Tensor:
         self._seed += 1
         batch = token_batch(100 * self._seed + self.job.rank, num_sequences=1, length=8)
-        tokens, labels = (batch[name].to(self.job.device) % self.vocab_size for name in ("tokens", "labels"))
+        tokens, labels = (
+            batch[name].to(self.job.device) % self.vocab_size for name in ("tokens", "labels")
+        )
         return -label_log_probs(self.model(tokens).logits, labels).mean()
 
     def step(self) -> None:
@@ -109,28 +130,50 @@ class Fsdp2(Subject):
     def _writes(self) -> dict[str, Write]:
         return {
             **self.common_writes(),
-            "p.copy_": lambda chance: (p := self._some(chance)).copy_(p.detach() * near_one(chance)),
+            "p.copy_": lambda chance: (p := self._some(chance)).copy_(
+                p.detach() * near_one(chance)
+            ),
             "p.data.add_": lambda chance: self._some(chance).data.add_(0.01 * near_one(chance)),
-            "init.normal_": lambda chance: torch.nn.init.normal_(self._some(chance), std=0.02 * near_one(chance)),
-            "foreach_add_": lambda chance: torch._foreach_add_(self._several(chance), 0.01 * near_one(chance)),
+            "init.normal_": lambda chance: torch.nn.init.normal_(
+                self._some(chance), std=0.02 * near_one(chance)
+            ),
+            "foreach_add_": lambda chance: torch._foreach_add_(
+                self._several(chance), 0.01 * near_one(chance)
+            ),
             "foreach_lerp_": self._lerp,
-            "to_local().copy_": lambda chance: (local := self._part(chance)).copy_(local * near_one(chance)),
-            "to_local().numpy()": lambda chance: self._part(chance).numpy().__imul__(near_one(chance)),
+            "to_local().copy_": lambda chance: (local := self._part(chance)).copy_(
+                local * near_one(chance)
+            ),
+            "to_local().numpy()": lambda chance: (
+                self._part(chance).numpy().__imul__(near_one(chance))
+            ),
             "all_reduce into to_local": self._all_reduce,
-            "broadcast into to_local": lambda chance: self._collect(chance, partial(dist.broadcast, src=0)),
+            "broadcast into to_local": lambda chance: self._collect(
+                chance, partial(dist.broadcast, src=0)
+            ),
             "fused adamw on parts": partial(self._adamw, fused=True),
             "foreach adamw on parts": partial(self._adamw, foreach=True),
-            "load_state_dict, doubled": lambda chance: self.model.load_state_dict(self._scaled(near_one(chance))),
+            "load_state_dict, doubled": lambda chance: self.model.load_state_dict(
+                self._scaled(near_one(chance))
+            ),
         }
 
     def _steps(self) -> dict[str, Write]:
         return {
             "step": self._trained(lambda: self.optimizer.step()),
-            "step, unhooked": self._trained(lambda: type(self.optimizer).step.__wrapped__(self.optimizer)),
-            "step of a new optimizer": self._trained(lambda: torch.optim.SGD(self._trainable(), lr=0.1).step()),
-            "step of a new fused one": self._trained(lambda: torch.optim.AdamW(self._trainable(), fused=True).step()),
+            "step, unhooked": self._trained(
+                lambda: type(self.optimizer).step.__wrapped__(self.optimizer)
+            ),
+            "step of a new optimizer": self._trained(
+                lambda: torch.optim.SGD(self._trainable(), lr=0.1).step()
+            ),
+            "step of a new fused one": self._trained(
+                lambda: torch.optim.AdamW(self._trainable(), fused=True).step()
+            ),
             "moments": self._moments,
-            "optimizer.load_state_dict": lambda chance: self.optimizer.load_state_dict(self.optimizer.state_dict()),
+            "optimizer.load_state_dict": lambda chance: self.optimizer.load_state_dict(
+                self.optimizer.state_dict()
+            ),
         }
 
     def _trained(self, step: Callable[[], object]) -> Write:
@@ -181,7 +224,14 @@ class Fsdp2(Subject):
             [],
             [torch.zeros((), device=self.job.device) for _ in parts],
             **kernel,
-            **{"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.01, "weight_decay": 0.0, "eps": 1e-8},
+            **{
+                "amsgrad": False,
+                "beta1": 0.9,
+                "beta2": 0.99,
+                "lr": 0.01,
+                "weight_decay": 0.0,
+                "eps": 1e-8,
+            },
             maximize=False,
         )
 
@@ -222,5 +272,10 @@ def _sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return part
     return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )

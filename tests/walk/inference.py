@@ -37,7 +37,11 @@ class MemoryInference(FakeInference):
         self.dtype = dtype
 
     def whole(self) -> TensorDict:
-        return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
+        return {
+            name: flat.view(self.tensors[name])
+            for name, flat in self.live.items()
+            if name in self.in_force
+        }
 
 
 class Served:
@@ -55,7 +59,11 @@ class Served:
             self.engine.adaptor.model.get_submodule("model.norm").weight.data[:4] *= 2
 
     def whole(self) -> TensorDict:
-        return {"log-probabilities": torch.stack(self.engine.prompt_logprobs(scored_batch()["tokens"].tolist()))}
+        return {
+            "log-probabilities": torch.stack(
+                self.engine.prompt_logprobs(scored_batch()["tokens"].tolist())
+            )
+        }
 
 
 def scored_batch() -> TensorDict:
@@ -74,7 +82,9 @@ def build_engine(
     inference = MemoryInference(job, shapes, config.actor_config.params_dtype)
     with (
         mock.patch("hybrid_engine.assembly.build_inference_engine", return_value=inference),
-        mock.patch("hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table),
+        mock.patch(
+            "hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table
+        ),
         job.agreement.building(),
     ):
         return HybridEngine.beside(train, config, table, job, ends), inference

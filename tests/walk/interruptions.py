@@ -5,7 +5,7 @@ threads.
     points.record("train->infer", switch)            # once or more: records all calls of the switch
     interruption = points.interruption("train->infer", chance, KeyboardInterrupt)
     interruption.run(switch)                         # raises the exception at one of these calls
-    interruption.where                               # "memory/arena.py:Arena.reserve"; None if not reached
+    interruption.where             # "memory/arena.py:Arena.reserve"; None if not reached
 
 CPython runs signal handlers when a Python function begins or a generator resumes, and when a C
 function has returned. `sys.setprofile` reports the same events, and an exception of a profile
@@ -87,7 +87,9 @@ class Points:
             sys.setprofile(None)
             self._recorded[action] = self._recorded.get(action, Counter()) | calls
 
-    def interruption(self, action: str, chance: random.Random, make: Callable[[], BaseException]) -> Interruption:
+    def interruption(
+        self, action: str, chance: random.Random, make: Callable[[], BaseException]
+    ) -> Interruption:
         """Choose a recorded place at random, then one of its calls, for an exception of `make`."""
         calls = self._recorded[action]
         ours = [place for place in calls if place.startswith(_OURS)]

@@ -55,7 +55,9 @@ class Megatron(Subject):
 
     def optimizer_state(self) -> TensorDict:
         state = {}
-        model_storages = {parameter.untyped_storage().data_ptr() for parameter in self.named().values()}
+        model_storages = {
+            parameter.untyped_storage().data_ptr() for parameter in self.named().values()
+        }
         for number, optimizer in enumerate(self._members()):
             adam = optimizer.optimizer
             parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
@@ -86,17 +88,24 @@ class Megatron(Subject):
         self._seed += 1
         limits = self.trainer.engine.limits
         batch = workers.batch(seed=self._seed)
-        return {name: rows.chunk(limits.dp_size)[limits.dp_rank] % self.vocab_size for name, rows in batch.items()}
+        return {
+            name: rows.chunk(limits.dp_size)[limits.dp_rank] % self.vocab_size
+            for name, rows in batch.items()
+        }
 
     def _writes(self) -> dict[str, Write]:
         return {
             **self.common_writes(),
             "p.data.mul_": lambda chance: self._some(chance).data.mul_(near_one(chance)),
-            "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(p.detach() * near_one(chance)),
+            "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(
+                p.detach() * near_one(chance)
+            ),
             "foreach_mul_ on .data": lambda chance: torch._foreach_mul_(
                 [parameter.data for parameter in self._several(chance)], near_one(chance)
             ),
-            "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(near_one(chance)),
+            "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(
+                near_one(chance)
+            ),
             "all_reduce into p.data": self._all_reduce,
             "load_state_dict, scaled": self._load_scaled,
             "load_hf_checkpoint's way": self._through_records,
@@ -104,11 +113,17 @@ class Megatron(Subject):
 
     def _steps(self) -> dict[str, Write]:
         return {
-            "step": lambda chance: self.trainer.engine.train_step(self._share(), workers.cross_entropy),
+            "step": lambda chance: self.trainer.engine.train_step(
+                self._share(), workers.cross_entropy
+            ),
             "optimizer.step": self._with_gradients(lambda: self.optimizer.step()),
             "half steps": self._with_gradients(lambda: self._half_steps([self.optimizer])),
-            "half steps of the chain": self._with_gradients(lambda: self._half_steps(self._members())),
-            "steps of the chain": self._with_gradients(lambda: [member.step() for member in self._members()]),
+            "half steps of the chain": self._with_gradients(
+                lambda: self._half_steps(self._members())
+            ),
+            "steps of the chain": self._with_gradients(
+                lambda: [member.step() for member in self._members()]
+            ),
             "main params, copied": self._main_parameters,
             "reload_model_params": lambda chance: self.optimizer.reload_model_params(),
             "moments": self._moments,
@@ -120,7 +135,9 @@ class Megatron(Subject):
     def _buffers(self) -> Iterator[Any]:
         for chunk in self.chunks:
             yield from (
-                buffer for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if buffer.param_data is not None
+                buffer
+                for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+                if buffer.param_data is not None
             )
 
     def _with_gradients(self, step: Callable[[], object]) -> Write:
@@ -169,7 +186,11 @@ class Megatron(Subject):
     def _load(self, parts: Batch) -> None:
         for number, chunk in enumerate(self.chunks):
             prefix = f"chunk{number}."
-            state = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+            state = {
+                name.removeprefix(prefix): part
+                for name, part in parts.items()
+                if name.startswith(prefix)
+            }
             chunk.load_state_dict(state, strict=False)
 
     def _through_records(self, chance: random.Random) -> None:
@@ -179,11 +200,17 @@ class Megatron(Subject):
             flat.mul_(factor)
 
     def _shown(self, state: Mapping[str, Any]) -> TensorDict:
-        return {f"chunk0.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {
+            f"chunk0.{name}": value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def _optimizer_state_dict(self) -> TensorDict:
         """Return the inner optimizers' state dicts, from which Megatron makes checkpoints."""
-        if any(optimizer.optimizer.state for optimizer in self._members()):  # Megatron fails without state.
+        if any(
+            optimizer.optimizer.state for optimizer in self._members()
+        ):  # Megatron fails without state.
             self.optimizer.state_dict()
         tensors = {}
         for number, optimizer in enumerate(self._members()):

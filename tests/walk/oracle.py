@@ -2,7 +2,7 @@
 
 shadow = Shadow(subject)            # in a context where everything is on the device
 shadow.read()                       # after every possible write
-shadow.different(kinds)             # in any later context: names of tensors with other bits or no memory
+shadow.different(kinds)  # in any later context: tensors with other bits or no memory
 shadow.canonical                    # tensors that the inference side must hold
 """
 
@@ -71,7 +71,9 @@ class Subject(ABC):
     def common_writes(self) -> dict[str, Write]:
         return {
             "p.mul_": lambda chance: self._some(chance).mul_(near_one(chance)),
-            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), near_one(chance)),
+            "foreach_mul_": lambda chance: torch._foreach_mul_(
+                self._several(chance), near_one(chance)
+            ),
             "ema multi_avg_fn": self._ema,
         }
 
@@ -105,7 +107,9 @@ class Subject(ABC):
             return self.canonical()
         scorer = self.trainer.engine
         ranks = scorer.data_parallel
-        rows = {name: tensor.chunk(ranks.size)[ranks.rank] for name, tensor in scored_batch().items()}
+        rows = {
+            name: tensor.chunk(ranks.size)[ranks.rank] for name, tensor in scored_batch().items()
+        }
         return {"log-probabilities": ranks.gather(scorer.log_probs(rows))[:, :-1]}
 
     def save(self, path: Path) -> None:
@@ -158,13 +162,18 @@ class Shadow:
 
 def differences(expected: Batch, actual: Batch, *, exact: bool = True) -> list[str]:
     """Return the names of tensors that differ, each with the difference."""
-    texts = {name: _difference(expected.get(name), actual.get(name), exact) for name in sorted({*expected, *actual})}
+    texts = {
+        name: _difference(expected.get(name), actual.get(name), exact)
+        for name in sorted({*expected, *actual})
+    }
     return [f"{name} {text}" for name, text in texts.items() if text]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether reading is safe: a read of a storage resized to 0 bytes accesses address 0."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
 
@@ -175,7 +184,9 @@ def _difference(expected: torch.Tensor | None, actual: torch.Tensor | None, exac
     if not has_memory(actual):
         return "has no memory"
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return f"is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        return (
+            f"is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        )
     is_close = not exact and torch.allclose(expected, actual, rtol=1e-4, atol=1e-5)
     if is_close or torch.equal(_bits(expected), _bits(actual)):
         return ""
@@ -188,5 +199,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copied(tensors: Batch) -> TensorDict:
     if released := [name for name, tensor in tensors.items() if not has_memory(tensor)]:
-        raise AssertionError(f"{len(released)} tensors have no memory, such as {', '.join(released[:3])}")
+        raise AssertionError(
+            f"{len(released)} tensors have no memory, such as {', '.join(released[:3])}"
+        )
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

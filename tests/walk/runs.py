@@ -35,7 +35,12 @@ SIZES = {"num_hidden_layers": 2, "intermediate_size": 256}
 
 
 def walks(
-    directory: str, trainer: str, seeds: Sequence[int], num_steps: int, faults: float, seconds: float = 1e9
+    directory: str,
+    trainer: str,
+    seeds: Sequence[int],
+    num_steps: int,
+    faults: float,
+    seconds: float = 1e9,
 ) -> list[Findings]:
     """Run a walk with a new engine for each seed on this rank, until `seconds` have passed."""
     started = time.monotonic()
@@ -68,21 +73,29 @@ def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) ->
 
 
 @contextmanager
-def walking(directory: str, trainer: str, seed: int, settings: Mapping[str, Any], faults: float) -> Iterator[Walk]:
+def walking(
+    directory: str, trainer: str, seed: int, settings: Mapping[str, Any], faults: float
+) -> Iterator[Walk]:
     path = written_model(Path(directory))
     checkpoint = Path(directory) / f"checkpoint-{seed}"
     faulthandler.enable()
     with ExitStack() as ends:
         config = configured(path, trainer, settings)
-        job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds, host="here")))
+        job = ends.enter_context(
+            closing(Job.join(config.generate_config.timeout_seconds, host="here"))
+        )
         subject = subject_of(path, trainer, config, job, ends)
-        yield Walk(subject, Points(), seed, checkpoint, faults=faults, settings=f"{trainer} {settings}")
+        yield Walk(
+            subject, Points(), seed, checkpoint, faults=faults, settings=f"{trainer} {settings}"
+        )
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _keep(directory: str, findings: Findings) -> None:
     """Keep findings on the disk, because a rank may die in a later walk."""
-    (Path(directory) / f"{findings.seed}.findings{os.environ['RANK']}").write_bytes(pickle.dumps(findings))
+    (Path(directory) / f"{findings.seed}.findings{os.environ['RANK']}").write_bytes(
+        pickle.dumps(findings)
+    )
 
 
 def written_model(directory: Path) -> Path:
@@ -110,16 +123,29 @@ def configured(path: Path, trainer: str, settings: Mapping[str, Any]) -> HybridC
     else:
         actor |= {"make_vocab_size_divisible_by": 8, "seq_length": workers.SEQ_LENGTH}
     if trainer in SERVED:
-        settings = {**settings, "max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 60.0}
+        settings = {
+            **settings,
+            "max_model_len": 64,
+            "max_num_seqs": 16,
+            "kv_cache_mb": 16,
+            "timeout_seconds": 60.0,
+        }
     if trainer == "megatron-bf16":
         actor["params_dtype"] = "bfloat16"
     if trainer == "megatron-lora":
         actor["lora"] = {"rank": 4}
-    values = {"model": str(path), "random_weights": True, "actor_config": actor, "generate_config": dict(settings)}
+    values = {
+        "model": str(path),
+        "random_weights": True,
+        "actor_config": actor,
+        "generate_config": dict(settings),
+    }
     return load_config(values, int(os.environ["WORLD_SIZE"]))
 
 
-def subject_of(path: Path, trainer: str, config: HybridConfig, job: Job, ends: ExitStack) -> Subject:
+def subject_of(
+    path: Path, trainer: str, config: HybridConfig, job: Job, ends: ExitStack
+) -> Subject:
     """Build a trainer in an engine; `ends` closes both."""
     if trainer.startswith("fsdp2"):
         from tests.walk.fsdp2 import Fsdp2
@@ -155,19 +181,33 @@ def launched(
             findings = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
             return findings
         except AssertionError as crashed:
-            done = sorted(Path(directory).glob("*.findings0"), key=lambda path: path.stat().st_mtime)
-            return [*(pickle.loads(path.read_bytes()) for path in done), _crash(Path(directory), crashed)]
+            done = sorted(
+                Path(directory).glob("*.findings0"), key=lambda path: path.stat().st_mtime
+            )
+            return [
+                *(pickle.loads(path.read_bytes()) for path in done),
+                _crash(Path(directory), crashed),
+            ]
 
 
 def _crash(directory: Path, error: AssertionError) -> Findings:
     """Return the findings of a walk in which a rank died, from its journal."""
-    journals = sorted(directory.glob("checkpoint-*-rank0.txt"), key=lambda path: path.stat().st_mtime)
+    journals = sorted(
+        directory.glob("checkpoint-*-rank0.txt"), key=lambda path: path.stat().st_mtime
+    )
     if not journals:
         raise error
     first, *history = journals[-1].read_text().splitlines()
-    frames = [line.strip() for line in str(error).splitlines() if line.strip().startswith('File "/')]
-    reason = next((word for word in ("Segfault", "exceeded", "SIGABRT") if word in str(error)), str(error)[-300:])
-    seed = int(journals[-1].name.split("-")[1]) + max(0, sum(line.startswith("plan ") for line in history) - 1)
+    frames = [
+        line.strip() for line in str(error).splitlines() if line.strip().startswith('File "/')
+    ]
+    reason = next(
+        (word for word in ("Segfault", "exceeded", "SIGABRT") if word in str(error)),
+        str(error)[-300:],
+    )
+    seed = int(journals[-1].name.split("-")[1]) + max(
+        0, sum(line.startswith("plan ") for line in history) - 1
+    )
     return Findings(seed, first.partition(", ")[2], f"a rank died: {reason} {frames[:6]}", history)
 
 
@@ -179,7 +219,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--faults", type=float, default=0.3)
     parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument("--plans", action="store_true", help="every call once, in place of random walks")
+    parser.add_argument(
+        "--plans", action="store_true", help="every call once, in place of random walks"
+    )
     parser.add_argument("--last", type=int, default=12)
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")

@@ -35,7 +35,9 @@ def test_every_call_is_right_or_refused(engines: Ranks, trainer: str) -> None:
     [("fsdp2", 1, 2), ("megatron-bf16", 2, 2), long("megatron-bf16", 1, 6), long("fsdp2", 2, 2)],
 )
 def test_a_random_walk(engines: Ranks, trainer: str, num_ranks: int, num_walks: int) -> None:
-    walks_done = launched(engines, num_ranks, walks, trainer, range(num_walks), 25, 0.3, timeout=300)
+    walks_done = launched(
+        engines, num_ranks, walks, trainer, range(num_walks), 25, 0.3, timeout=300
+    )
     print(report(walks_done))
     assert [story(walk) for walk in walks_done if walk.wrong] == []
     assert sum(walk.counts["faults"] for walk in walks_done)

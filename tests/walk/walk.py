@@ -28,7 +28,11 @@ from tests.walk.oracle import Kept, Shadow, Subject, differences
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     *(KeyboardInterrupt, lambda: SystemExit(143), lambda: Cancelled("by ray")),
-    *(lambda: MemoryError("injected"), lambda: OSError(28, "injected"), lambda: RuntimeError("injected")),
+    *(
+        lambda: MemoryError("injected"),
+        lambda: OSError(28, "injected"),
+        lambda: RuntimeError("injected"),
+    ),
 )
 # Consecutive refused visits without a fault after which the engine counts as stuck.
 MAX_REFUSED = 6
@@ -98,7 +102,9 @@ class Attempts:
             return None
         if isinstance(make(), Exception) and hit != self.subject.job.rank:
             return None
-        return self._points.interruption(action, random.Random(number + self.subject.job.rank), make)
+        return self._points.interruption(
+            action, random.Random(number + self.subject.job.rank), make
+        )
 
     def _tried(self, action: str, call: Callable[[], object], fault: Interruption | None) -> bool:
         """Return whether a call succeeded on all ranks. It may be refused, or fail by a fault."""
@@ -118,10 +124,14 @@ class Attempts:
             text = "parted" if isinstance(error, LostRankError) else describe(error)
             if not isinstance(error, HybridEngineError) and (fault is None or fault.where is None):
                 text = f"raw: {text}"
-        torch.set_grad_enabled(has_gradients)  # An interrupted context of torch may leave it changed.
+        torch.set_grad_enabled(
+            has_gradients
+        )  # An interrupted context of torch may leave it changed.
         return self._agreed(action, text, None if fault is None else fault.where, fault)
 
-    def _agreed(self, action: str, text: str, where: str | None, fault: Interruption | None) -> bool:
+    def _agreed(
+        self, action: str, text: str, where: str | None, fault: Interruption | None
+    ) -> bool:
         """Combine the outcomes of a call on all ranks."""
         outcomes = self._gathered((text, where))
         places = [place for _, place in outcomes if place is not None]
@@ -178,9 +188,10 @@ def describe(error: BaseException) -> str:
 
 
 KINDS = {State.TRAIN: ("param", "optimizer"), State.FORWARD: ("param",)}
-TOUR = [State(name) for name in ("infer", "train", "forward", "infer", "idle", "infer", "forward", "train")] + [
-    *(State.IDLE, State.FORWARD, State.IDLE, State.TRAIN)
-]
+TOUR = [
+    State(name)
+    for name in ("infer", "train", "forward", "infer", "idle", "infer", "forward", "train")
+] + [*(State.IDLE, State.FORWARD, State.IDLE, State.TRAIN)]
 OTHER_STATES = (State.INFER, State.FORWARD, State.IDLE)
 
 
@@ -196,7 +207,14 @@ class Walk(Attempts):
     """
 
     def __init__(
-        self, subject: Subject, points: Points, seed: int, path: Path, *, faults: float, settings: str = ""
+        self,
+        subject: Subject,
+        points: Points,
+        seed: int,
+        path: Path,
+        *,
+        faults: float,
+        settings: str = "",
     ) -> None:
         journal = Path(f"{path}-rank{subject.job.rank}.txt")
         super().__init__(subject, points, Findings(seed, settings), journal)
@@ -229,7 +247,11 @@ class Walk(Attempts):
             "infer: refused",
             *(f"{state}: {name}" for state in KINDS for name in writes),
             *(f"train: {name}" for name in sorted(self.subject.steps)),
-            *(f"{state}, outside: {name}" for state in OTHER_STATES for name in sorted(self._calls_outside())),
+            *(
+                f"{state}, outside: {name}"
+                for state in OTHER_STATES
+                for name in sorted(self._calls_outside())
+            ),
         ]
 
     def run(self, num_steps: int) -> Findings:
@@ -265,9 +287,15 @@ class Walk(Attempts):
         elif name in self.subject.steps:
             self._visit(state, lambda: self._train(name))
         else:
-            self._visit(state, lambda: self._do(f"{name} in {state}", lambda: self._write(name), state))
+            self._visit(
+                state, lambda: self._do(f"{name} in {state}", lambda: self._write(name), state)
+            )
         self._visit(State.INFER)
-        self._visit(State.TRAIN, lambda: self._train("step"), lambda: self._do("p.mul_", self._multiply, State.TRAIN))
+        self._visit(
+            State.TRAIN,
+            lambda: self._train("step"),
+            lambda: self._do("p.mul_", self._multiply, State.TRAIN),
+        )
         self._visit(State.INFER)
         self._visit(State.FORWARD)
 
@@ -296,13 +324,15 @@ class Walk(Attempts):
             self._check(target)
 
     # -- steps
-    # ---------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         if self._calls and self.chance.random() < 0.2:
             self._outside(self.chance.choice(self._calls))
             return
-        target = self.chance.choices((State.INFER, State.TRAIN, State.FORWARD, State.IDLE), (5, 5, 2, 1))[0]
+        target = self.chance.choices(
+            (State.INFER, State.TRAIN, State.FORWARD, State.IDLE), (5, 5, 2, 1)
+        )[0]
         actions = [lambda: self._act(target)] * self.chance.randint(0, 2)
         self._visit(target, *actions, faulty=self.chance.random() < self._faults)
 
@@ -330,7 +360,9 @@ class Walk(Attempts):
         if state is State.INFER:
             self._in_rollout(self.chance.choice(self._in_rollouts))
         elif state is State.TRAIN and self.chance.random() < 0.6:
-            name = self.chance.choice([*self._steps, *(["save", "load"] if self.subject.saves else [])])
+            name = self.chance.choice(
+                [*self._steps, *(["save", "load"] if self.subject.saves else [])]
+            )
             self._do(name, lambda: self._step_or_checkpoint(name), state)
         elif state is State.TRAIN or (state is State.FORWARD and self._writes_in_forward):
             name = self.chance.choice([*self._writes, *sorted(self.subject.loads)])
@@ -436,7 +468,9 @@ class Walk(Attempts):
             self._refused(name, error)
             return False
         except Exception as error:
-            raise Wrong(f"{name} in {self.engine.sharding.state.value}: {describe(error)}") from error
+            raise Wrong(
+                f"{name} in {self.engine.sharding.state.value}: {describe(error)}"
+            ) from error
         return True
 
     def _must_refuse(self, name: str, call: Callable[[], object]) -> None:
@@ -447,7 +481,7 @@ class Walk(Attempts):
             raise Wrong(f"{name} in a rollout is not refused")
 
     # -- comparisons
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _check(self, state: State) -> None:
         if state is State.INFER:

@@ -1,6 +1,6 @@
 """Small models for all tests.
 
-families.py            registry of families with published configs and sizes; tiny_config, served_config;
+families.py            families with published configs and sizes; tiny_config, served_config;
                        short names of parallel sizes
 published_configs.*    config.json of published models, for the matrix and for sizes of real models
 tiny_models.py         models in transformers: save_model, train_by_torch, mtp_losses

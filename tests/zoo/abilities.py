@@ -30,7 +30,10 @@ def stored_and_loaded(engine: HybridEngine, model: torch.nn.Module) -> bool:
 
     Restores the model including its padding, which a checkpoint does not contain.
     """
-    first, second = (Path(engine.job.agreement.gather(tempfile.mkdtemp(), str, "a directory")[0]) for _ in range(2))
+    first, second = (
+        Path(engine.job.agreement.gather(tempfile.mkdtemp(), str, "a directory")[0])
+        for _ in range(2)
+    )
     with engine.train_context():
         weights = [_local(parameter) for parameter in model.parameters()]
         before = [weight.clone() for weight in weights]

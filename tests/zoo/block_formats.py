@@ -1,4 +1,6 @@
-"""Weights in blocks: quantised by the libraries that write checkpoints, and kernels of torch for vLLM on a CPU."""
+"""Weights in blocks: quantised by the libraries that write checkpoints, and kernels of torch for
+vLLM on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,25 @@ PUBLISHED_FP8 = {
 """quantization_config of published checkpoints, without their `modules_to_not_convert`."""
 
 MODELOPT: Values = {
-    **{"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
+    **{
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head"],
+        "producer": {"name": "modelopt"},
+    },
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
     "config_groups": {
         "group_0": {
-            **{"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
-            "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+            **{
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "float", "group_size": 16},
+            },
+            "input_activations": {
+                "num_bits": 4,
+                "type": "float",
+                "group_size": 16,
+                "dynamic": False,
+            },
         }
     },
 }
@@ -36,7 +51,11 @@ MODELOPT: Values = {
 
 SCHEMES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4A16"}
 """Presets of compressed-tensors."""
-FORMATS = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+FORMATS = {
+    "mxfp8": "mxfp8-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+}
 
 
 def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> Values:
@@ -51,7 +70,9 @@ def published(method: str, excluded: Collection[str] = (), scheme: str = "") -> 
 
     groups = {"group_0": preset_name_to_scheme(scheme or SCHEMES[method], ["Linear"])}
     config = QuantizationConfig(config_groups=groups, ignore=list(excluded), format=FORMATS[method])
-    return json.loads(json.dumps({**config.to_dict(), "quantization_status": "compressed"}, default=str))
+    return json.loads(
+        json.dumps({**config.to_dict(), "quantization_status": "compressed"}, default=str)
+    )
 
 
 def quantised(method: str, weight: torch.Tensor, largest: float | None = None) -> TensorDict:
@@ -72,7 +93,10 @@ def _in_fp8(weight: torch.Tensor, powers_of_two: bool) -> TensorDict:
     scales = torch.ones(-(-rows // BLOCK), -(-columns // BLOCK))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            box = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+            box = (
+                slice(row * BLOCK, (row + 1) * BLOCK),
+                slice(column * BLOCK, (column + 1) * BLOCK),
+            )
             block = weight[box].float()
             if powers_of_two:
                 # As DeepGEMM, which quantises DeepSeek-V3.1's.
@@ -100,7 +124,9 @@ def _by_compressed_tensors(method: str, weight: torch.Tensor, largest: float | N
         tensors["weight_scale"], _ = calculate_qparams(
             blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=of_tensor
         )
-        return dict(BaseCompressor.get_value_from_registry(FORMATS[method]).compress(tensors, scheme))
+        return dict(
+            BaseCompressor.get_value_from_registry(FORMATS[method]).compress(tensors, scheme)
+        )
 
 
 def _by_modelopt(weight: torch.Tensor, largest: float | None) -> TensorDict:
@@ -137,7 +163,9 @@ def dequantised(method: str, tensors: Batch) -> torch.Tensor:
 
 def _spread(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows, columns = values.shape
-    return values * scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (
+        values * scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    )
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -156,7 +184,9 @@ def quantised_checkpoint(method: str, weights: Batch, names: Collection[str]) ->
     for name in names:
         parent, _, module = name.removesuffix(".weight").rpartition(".")
         fused = next((modules for modules in FUSED if module in modules), {module})
-        together = [weights[f"{parent}.{other}.weight"] if parent else weights[name] for other in fused]
+        together = [
+            weights[f"{parent}.{other}.weight"] if parent else weights[name] for other in fused
+        ]
         largest = max(float(weight.abs().max()) for weight in together)
         for end, tensor in quantised(method, weights[name], largest).items():
             tensors[name.removesuffix("weight") + end] = tensor
@@ -165,11 +195,20 @@ def quantised_checkpoint(method: str, weights: Batch, names: Collection[str]) ->
 
 def dequantised_checkpoint(method: str, tensors: Batch) -> TensorDict:
     """Return the weights, in float32, of a published checkpoint."""
-    ends = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
+    ends = (
+        "weight",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_global_scale",
+        "weight_scale_2",
+    )
     weights = {}
     for name in tensors:
         module, _, end = name.rpartition(".")
-        of_module = {key: tensors[f"{module}.{key}"] for key in ends if f"{module}.{key}" in tensors}
+        of_module = {
+            key: tensors[f"{module}.{key}"] for key in ends if f"{module}.{key}" in tensors
+        }
         if len(of_module) == 1:
             weights[name] = tensors[name].float()
         elif end in ends:
@@ -181,7 +220,10 @@ def write_checkpoint(path: Path, tensors: Batch) -> None:
     """Write a checkpoint beside its config.json."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path / "model.safetensors"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        str(path / "model.safetensors"),
+    )
 
 
 def publish(path: Path, quantization_config: Mapping[str, Any]) -> None:
@@ -201,8 +243,12 @@ def kernels_in_torch() -> Iterator[None]:
     from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        Fp8BlockScaledMMLinearKernel,
+    )
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        dequantize_to_dtype,
+    )
     from vllm.platforms import current_platform
 
     from hybrid_engine.backends.vllm import internals
@@ -229,12 +275,18 @@ def kernels_in_torch() -> Iterator[None]:
             return (A.float() @ _spread(B.float(), Bs).T).to(A.dtype)
 
     class Mxfp4KernelInTorch(Anywhere, MxFp4LinearKernel):
-        def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            weight = dequantised("mxfp4", {"weight_packed": layer.weight, "weight_scale": layer.weight_scale})
+        def apply_weights(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            weight = dequantised(
+                "mxfp4", {"weight_packed": layer.weight, "weight_scale": layer.weight_scale}
+            )
             return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
     class Nvfp4KernelInTorch(Anywhere, NvFp4LinearKernel):
-        def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        def apply_weights(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
             weight = dequantize_to_dtype(
                 layer.weight, layer.weight_scale, layer.weight_global_scale, x.dtype, swizzle=False
             )
@@ -288,7 +340,9 @@ def experts_in_torch() -> Iterator[None]:
             for expert in topk_ids.unique().tolist():
                 rows, places = (topk_ids == expert).nonzero(as_tuple=True)
                 gate, up = (x[rows].float() @ _expert(method, layer, "w13", expert).T).chunk(2, -1)
-                result = (torch.nn.functional.silu(gate) * up) @ _expert(method, layer, "w2", expert).T
+                result = (torch.nn.functional.silu(gate) * up) @ _expert(
+                    method, layer, "w2", expert
+                ).T
                 summed.index_add_(0, rows, result * topk_weights[rows, places, None])
             return summed.to(x.dtype)
 

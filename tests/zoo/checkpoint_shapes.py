@@ -17,7 +17,10 @@ from hybrid_engine.records.regions import Shape
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of a checkpoint on disk, by Hugging Face name."""
     table = table_for(config)
-    return {**table.shapes, **{copy: table.shapes[original] for copy, original in table.copies.items()}}
+    return {
+        **table.shapes,
+        **{copy: table.shapes[original] for copy, original in table.copies.items()},
+    }
 
 
 def checkpoint_dtypes(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Registry of the families: keys that decide the architecture, and the sizes of test models.
 
-    tiny_config("qwen3", tie_word_embeddings=True)     # a few thousand elements, for exact computations
+    tiny_config("qwen3", tie_word_embeddings=True)  # small, for exact computations
     served_config("qwen3", vocab_size=128)             # heads as large as vLLM's kernels require
 
 Both return the config.json of a published model (published_configs.py) with other sizes. Sizes that
@@ -22,7 +22,12 @@ from tests.zoo import published_configs as published
 # num_attention_heads.
 SIZES: Values = {
     **{"vocab_size": 130, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    },
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
 SERVED_SIZES: Values = {
@@ -33,7 +38,12 @@ SERVED_SIZES: Values = {
     "torch_dtype": "bfloat16",
 }
 YARN: Values = {
-    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9},
 }
 
@@ -43,14 +53,34 @@ _SERVED_GEMMA: Values = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 _EXPERTS: Values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Latent attention: a query has 8 rotary and 6 other elements, a value has 10.
 _LATENT: Values = {
-    **{"num_key_value_heads": 4, "moe_intermediate_size": 12, "num_hidden_layers": 3, "n_routed_experts": 8},
-    **{"num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 20},
+    **{
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+    },
+    **{
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 20,
+    },
     **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10},
     "routed_scaling_factor": 1.7,
 }
 _SERVED_LATENT: Values = {
-    **{"num_key_value_heads": 4, "kv_lora_rank": 304, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16},
-    **{"v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 304,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+    },
+    **{
+        "v_head_dim": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 _GPT2: Values = {
     **{"vocab_size": 130, "n_embd": 32, "n_inner": 40, "n_layer": 2, "n_head": 4},
@@ -77,7 +107,10 @@ class Family:
 
     def config(self, sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
         merged = {**self.published, **sizes}
-        return {**{name: value for name, value in merged.items() if name not in self.without}, **changes}
+        return {
+            **{name: value for name, value in merged.items() if name not in self.without},
+            **changes,
+        }
 
 
 _NO_GPT2_KEYS = tuple(name for name in SERVED_SIZES if name not in {*_GPT2, "torch_dtype"})
@@ -92,8 +125,12 @@ FAMILIES: dict[str, Family] = {
         without=("head_dim",),
     ),
     "qwen3": Family("Qwen3", published.QWEN3_8B),
-    "glm": Family("Glm", published.GLM_4_9B, tiny={"pad_token_id": None}, served={"pad_token_id": 2}),
-    "glm4": Family("Glm4", published.GLM_4_9B_0414, tiny={"pad_token_id": None}, served={"pad_token_id": 2}),
+    "glm": Family(
+        "Glm", published.GLM_4_9B, tiny={"pad_token_id": None}, served={"pad_token_id": 2}
+    ),
+    "glm4": Family(
+        "Glm4", published.GLM_4_9B_0414, tiny={"pad_token_id": None}, served={"pad_token_id": 2}
+    ),
     "gemma2": Family(
         "Gemma2",
         published.GEMMA_2_2B,
@@ -114,7 +151,10 @@ FAMILIES: dict[str, Family] = {
         without=_NO_GPT2_KEYS,
     ),
     "qwen3_moe": Family(
-        "Qwen3Moe", published.QWEN3_30B_A3B, tiny=_EXPERTS, served={**_EXPERTS, "moe_intermediate_size": 32}
+        "Qwen3Moe",
+        published.QWEN3_30B_A3B,
+        tiny=_EXPERTS,
+        served={**_EXPERTS, "moe_intermediate_size": 32},
     ),
     "qwen2_moe": Family(
         "Qwen2Moe",
@@ -130,13 +170,23 @@ FAMILIES: dict[str, Family] = {
         served={"num_local_experts": 4},
     ),
     "deepseek_v2": Family(
-        "DeepseekV2", published.DEEPSEEK_V2_LITE, tiny=_LATENT, served=_SERVED_LATENT, without=("head_dim",)
+        "DeepseekV2",
+        published.DEEPSEEK_V2_LITE,
+        tiny=_LATENT,
+        served=_SERVED_LATENT,
+        without=("head_dim",),
     ),
     "deepseek_v3": Family(
         "DeepseekV3",
         published.DEEPSEEK_V3,
         tiny={**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
-        served={**_SERVED_LATENT, "q_lora_rank": 40, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        served={
+            **_SERVED_LATENT,
+            "q_lora_rank": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        },
         without=("head_dim", "topk_method", "scoring_func"),  # Not written by transformers 5.
     ),
 }
@@ -180,7 +230,9 @@ def tiny_config(family: str, **changes: Any) -> Values:
 def served_config(variant: str, **changes: Any) -> Values:
     """Return a config for vLLM's kernels; `variant` is one of SERVED_VARIANTS."""
     family, changed = SERVED_VARIANTS[variant]
-    return FAMILIES[family].config({**SERVED_SIZES, **FAMILIES[family].served}, {**changed, **changes})
+    return FAMILIES[family].config(
+        {**SERVED_SIZES, **FAMILIES[family].served}, {**changed, **changes}
+    )
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> Path:

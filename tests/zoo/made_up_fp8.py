@@ -1,7 +1,9 @@
-"""Made-up tensors with the names, attributes and layouts of Transformer Engine 2.x's quantised parameters.
+"""Made-up tensors with the names, attributes and layouts of Transformer Engine 2.x's quantised
+parameters.
 
-Transformer Engine needs a GPU. These follow its sources (`pytorch/tensor`): elements in uint8, scales padded as its
-kernels need, dequantisation of whatever torch computes with them. Its kernels are not here.
+Transformer Engine needs a GPU. These follow its sources (`pytorch/tensor`): elements in uint8,
+scales padded as its kernels need, dequantisation of whatever torch computes with them. Its kernels
+are not here.
 
     with in_megatron():                   # megatron-core takes them for Transformer Engine's
         quantise_linear_layers(model, Float8BlockwiseQTensor)
@@ -70,7 +72,9 @@ class QuantizedTensor(torch.Tensor):
         """Return the value of each element's scale, in float32."""
         rows, columns = self.shape
         stored = getattr(self, self.scales_name)
-        values = torch.exp2(stored.double() - 127).float() if stored.dtype is torch.uint8 else stored
+        values = (
+            torch.exp2(stored.double() - 127).float() if stored.dtype is torch.uint8 else stored
+        )
         of_rows = values.view(-1, values.shape[-1]).repeat_interleave(self.block[0], 0)[:rows]
         return of_rows.repeat_interleave(self.block[1], 1)[:, :columns]
 
@@ -108,12 +112,16 @@ class QuantizedTensor(torch.Tensor):
         return self.detach()
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             twin = type(args[0])(args[0].shape)
             vars(twin).update(vars(args[0]))
             return twin
-        plain = tree_map(lambda value: value.dequantize() if isinstance(value, QuantizedTensor) else value, args)
+        plain = tree_map(
+            lambda value: value.dequantize() if isinstance(value, QuantizedTensor) else value, args
+        )
         if function is torch.ops.aten.copy_.default and isinstance(args[0], QuantizedTensor):
             args[0].quantize_(plain[1])
             return args[0]
@@ -182,14 +190,21 @@ class MXFP8Tensor(QuantizedTensor):
         return (exponents + 127).to(torch.uint8), torch.exp2(exponents)
 
 
-def quantise_linear_layers(model: torch.nn.Module, kind: type[QuantizedTensor], first_layer: int = 0) -> None:
+def quantise_linear_layers(
+    model: torch.nn.Module, kind: type[QuantizedTensor], first_layer: int = 0
+) -> None:
     """Replace the weights of linear layers from a decoder layer on, as under `fp8_model_init`."""
     for name, module in model.named_modules():
-        is_linear = name.rpartition(".")[2].startswith("linear_") and getattr(module, "weight", None) is not None
+        is_linear = (
+            name.rpartition(".")[2].startswith("linear_")
+            and getattr(module, "weight", None) is not None
+        )
         if is_linear and int(name.split(".layers.")[1].split(".")[0]) >= first_layer:
             old = module.weight
             module.weight = torch.nn.Parameter(kind.of(old))
-            vars(module.weight).update({key: value for key, value in vars(old).items() if key != "main_grad"})
+            vars(module.weight).update(
+                {key: value for key, value in vars(old).items() if key != "main_grad"}
+            )
 
 
 @contextlib.contextmanager
@@ -215,17 +230,28 @@ def in_megatron() -> Iterator[None]:
             whole = torch.zeros(weight.numel())
             if main is not None and start is not None:
                 whole[start : start + main.numel()] = main.detach()
-            # Each rank quantises its shard by maxima of all; the sum of disjoint shards has the same result.
+            # Each rank quantises its shard by maxima of all; the sum of disjoint shards has the
+            # same result.
             dist.all_reduce(whole, group=group)
             weight.quantize_(whole.view(weight.shape))
 
     replaced = {
-        **{"HAVE_TE_FP8_TENSOR_CLASS": True, "FP8_TENSOR_CLASS": QuantizedTensor, "MXFP8Tensor": MXFP8Tensor},
-        **{"HAVE_TE_MXFP8TENSOR": True, "_modify_underlying_storage_impl": move, "_quantize_param_shard_impl": cast},
+        **{
+            "HAVE_TE_FP8_TENSOR_CLASS": True,
+            "FP8_TENSOR_CLASS": QuantizedTensor,
+            "MXFP8Tensor": MXFP8Tensor,
+        },
+        **{
+            "HAVE_TE_MXFP8TENSOR": True,
+            "_modify_underlying_storage_impl": move,
+            "_quantize_param_shard_impl": cast,
+        },
         "is_te_min_version": lambda *_: True,
     }
 
-    def separately(_group: object, async_ops: bool = False) -> contextlib.AbstractContextManager[None]:
+    def separately(
+        _group: object, async_ops: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         # gloo mixes up dtypes of collectives that are sent as one, and these buckets have several.
         assert not async_ops
         return contextlib.nullcontext()

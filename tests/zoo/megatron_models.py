@@ -114,10 +114,14 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     megatron_patches.apply()
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    from hybrid_engine.trainer.megatron.build import destroy_parallel_state, initialize_parallel_state
+    from hybrid_engine.trainer.megatron.build import (
+        destroy_parallel_state,
+        initialize_parallel_state,
+    )
 
     initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
-    dist.barrier()  # A short test would otherwise close connections that other ranks are still opening.
+    # A short test would otherwise close connections that other ranks are still opening.
+    dist.barrier()
     try:
         yield
     finally:
@@ -160,15 +164,21 @@ def view_of(buffers: Batch, shard: Shard) -> torch.Tensor:
     flat = buffers[place.buffer.name]
     assert flat.dim() == 1
     assert flat.is_contiguous()
-    return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
+    return flat.as_strided(
+        shard.region.lengths, place.strides, flat.storage_offset() + place.offset
+    )
 
 
 def region_slices(shard: Shard) -> tuple[slice, ...]:
     """Return the region of a record as an index into the canonical tensor."""
-    return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
+    return tuple(
+        slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True)
+    )
 
 
-def negative_log_likelihood(_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
+def negative_log_likelihood(
+    _batch: Batch, log_probs: torch.Tensor
+) -> tuple[torch.Tensor, TensorDict]:
     """Return the loss, and a report that shares its memory, as reports of users may."""
     loss = -log_probs.mean()
     return loss, {"loss": loss.detach()}
@@ -196,7 +206,9 @@ def trained_by_transformers(path: Path) -> Trained:
     from transformers import AutoModelForCausalLM
 
     # Other implementations of attention ignore soft caps.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     batch = make_batch()
     parameters = [*model.parameters()]
 
@@ -204,7 +216,11 @@ def trained_by_transformers(path: Path) -> Trained:
         return label_log_probs(model(batch["tokens"]).logits, batch["labels"])
 
     losses, norms = train_by_torch(
-        parameters, lambda: -log_probs().mean(), num_steps=2, weight_decay=WEIGHT_DECAY, eps=ADAM_EPS
+        parameters,
+        lambda: -log_probs().mean(),
+        num_steps=2,
+        weight_decay=WEIGHT_DECAY,
+        eps=ADAM_EPS,
     )
     assert losses[1] < losses[0], "the reference does not learn"
     weights = {}
@@ -224,7 +240,10 @@ def check_training(path: Path, actor: Values) -> None:
     """
     optimizer = {"lr": 3e-3, "weight_decay": WEIGHT_DECAY, "adam_eps": ADAM_EPS}
     # several chunks of tokens a row, the last one shorter
-    with loaded(path, **actor, optimizer=optimizer) as run, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=1500):
+    with (
+        loaded(path, **actor, optimizer=optimizer) as run,
+        attributes_set([chunked_scores], MAX_LOGIT_NBYTES=1500),
+    ):
         settings = run.actor.transformer_config
         # transformers has no moving router bias and no loss for MTP
         settings.moe_router_bias_update_rate = settings.mtp_loss_scaling_factor = 0.0
@@ -238,7 +257,9 @@ def check_training(path: Path, actor: Values) -> None:
             assert report["loss"] == pytest.approx(loss, abs=1e-4)
             # The norm is right only if every parameter has its gradient, under all layouts.
             assert report["grad_norm"] == pytest.approx(norm, rel=1e-3)
-            log_probs = engine.data_parallel.gather(engine.log_probs(share))  # must not affect training
+            log_probs = engine.data_parallel.gather(
+                engine.log_probs(share)
+            )  # must not affect training
         assert engine.model.version == 2
         torch.testing.assert_close(log_probs, expected.log_probs, atol=ATOL, rtol=0)
         engine.model.weights.prepare()
@@ -254,7 +275,11 @@ def _check_weights(weights: TensorDict, initial: TensorDict, expected: TensorDic
     assert len(expected) > 10
     for name, values in expected.items():
         torch.testing.assert_close(
-            weights[name], values, atol=ATOL, rtol=0, msg=lambda message, name=name: f"{name}: {message}"
+            weights[name],
+            values,
+            atol=ATOL,
+            rtol=0,
+            msg=lambda message, name=name: f"{name}: {message}",
         )
         # Every other tensor moved in training, so that the comparison is not trivial.
         assert torch.equal(values, initial[name]) == name.endswith("e_score_correction_bias"), name

@@ -30,12 +30,16 @@ Batch = TensorDict
 def batches() -> dict[str, Batch]:
     """Return the batches by arrangement of the sequences. Each has other padding tokens."""
     generator = torch.Generator().manual_seed(5)
-    sequences = [torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator) for length in LENGTHS]
+    sequences = [
+        torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator) for length in LENGTHS
+    ]
     right, left, packed = _rows(8, WIDTH, 0), _rows(8, WIDTH, 9), _rows(4, 16, 7)
     for number, (sequence, length) in enumerate(zip(sequences, LENGTHS, strict=True)):
         _put(right, number, 0, sequence)
         right["temperature"][number] = left["temperature"][number] = TEMPERATURES[number]
-        _put(left, number, WIDTH - length - (number % 2), sequence)  # Odd rows have padding on both sides.
+        _put(
+            left, number, WIDTH - length - (number % 2), sequence
+        )  # Odd rows have padding on both sides.
         start = 0 if number % 2 == 0 else LENGTHS[number - 1]
         _put(packed, number // 2, start, sequence, number % 2 + 1)
         packed["temperature"][number // 2, start : start + length] = TEMPERATURES[number]
@@ -53,7 +57,11 @@ def batches() -> dict[str, Batch]:
 def _rows(num_rows: int, width: int, padding: int) -> Batch:
     names = ("tokens", "labels", "attention_mask")
     rows = {name: torch.full((num_rows, width), padding * (name != names[2])) for name in names}
-    return {**rows, "weights": torch.zeros(num_rows, width), "temperature": torch.ones(num_rows, width)}
+    return {
+        **rows,
+        "weights": torch.zeros(num_rows, width),
+        "temperature": torch.ones(num_rows, width),
+    }
 
 
 def _put(rows: Batch, row: int, start: int, sequence: torch.Tensor, number: int = 1) -> None:
@@ -76,7 +84,12 @@ def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> Te
     policy = -(log_probs * weights).sum(1).mean()
     entropy = (micro_batch["entropy"] * weights).sum(1).mean()
     ratio_gap = ((ratio - 1).abs() * (weights > 0)).max()
-    return {"loss": policy - 0.5 * entropy, "policy": policy, "entropy": entropy, "ratio gap": ratio_gap}
+    return {
+        "loss": policy - 0.5 * entropy,
+        "policy": policy,
+        "entropy": entropy,
+        "ratio gap": ratio_gap,
+    }
 
 
 @dataclass(frozen=True)
@@ -100,14 +113,23 @@ def read_all(engine: Any) -> dict[str, Read]:
     results = {}
     for way, batch in batches().items():
         share = share_of(engine, batch)
-        scores = {name: engine.data_parallel.gather(value) for name, value in engine.scores(share, OUTPUTS).items()}
+        scores = {
+            name: engine.data_parallel.gather(value)
+            for name, value in engine.scores(share, OUTPUTS).items()
+        }
         old_log_probs = engine.log_probs(share)
         log_probs = engine.data_parallel.gather(old_log_probs)
-        assert torch.equal(log_probs, scores["log_probs"]), "further outputs change log-probabilities"
-        report = engine.train_step({**share, "old_log_probs": old_log_probs.to(share["tokens"].device)}, loss, OUTPUTS)
+        assert torch.equal(log_probs, scores["log_probs"]), (
+            "further outputs change log-probabilities"
+        )
+        report = engine.train_step(
+            {**share, "old_log_probs": old_log_probs.to(share["tokens"].device)}, loss, OUTPUTS
+        )
         is_padding = batch["weights"] == 0
         padding = any(bool(value[is_padding].any()) for value in scores.values())
-        results[way] = Read({name: by_sequence(value, way) for name, value in scores.items()}, report, padding)
+        results[way] = Read(
+            {name: by_sequence(value, way) for name, value in scores.items()}, report, padding
+        )
     return results
 
 
@@ -125,10 +147,18 @@ def assert_all_ways_agree(results: Mapping[str, Read], atol: float) -> None:
         assert torch.equal(values, results["left"].scores[name]), name
     for way in ("no mask", "left", "packed", "packed by position"):
         for name in ("log_probs", "entropy", "top_log_probs"):
-            torch.testing.assert_close(results[way].scores[name], right.scores[name], atol=atol, rtol=0)
+            torch.testing.assert_close(
+                results[way].scores[name], right.scores[name], atol=atol, rtol=0
+            )
         for name, value in right.report.items():
-            assert abs(results[way].report[name] - value) < max(1e-4 * abs(value), atol), (way, name)
-    assert [way for way, read in results.items() if read.padding] == ["no mask", "packed by position"]
+            assert abs(results[way].report[name] - value) < max(1e-4 * abs(value), atol), (
+                way,
+                name,
+            )
+    assert [way for way, read in results.items() if read.padding] == [
+        "no mask",
+        "packed by position",
+    ]
 
 
 def assert_is_that_of_logits(result: Read, model: torch.nn.Module) -> None:
@@ -143,7 +173,9 @@ def assert_is_that_of_logits(result: Read, model: torch.nn.Module) -> None:
         entropies.append(-(whole.exp() * whole).sum(-1))
         tops.append(whole.topk(TOP_K, dim=-1).values)
     for name, parts in (("log_probs", log_probs), ("entropy", entropies), ("top_log_probs", tops)):
-        torch.testing.assert_close(result.scores[name].double(), torch.cat(parts).detach(), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            result.scores[name].double(), torch.cat(parts).detach(), atol=2e-5, rtol=0
+        )
     (-torch.cat(log_probs).mean() - 0.5 * torch.cat(entropies).mean()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()

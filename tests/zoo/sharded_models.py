@@ -21,7 +21,9 @@ def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn
     if replicas == 1:
         mesh = init_device_mesh("cpu", (num_shards,))
     else:
-        mesh = init_device_mesh("cpu", (replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cpu", (replicas, num_shards), mesh_dim_names=("replicate", "shard")
+        )
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -58,7 +60,9 @@ def from_config(path: Path, **changes: Any) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(path, attn_implementation="eager", **changes)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+        for tensor in {
+            id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()
+        }.values():
             if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.randn(tensor.shape))
     return model

@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and a loss whose gradient is not finite, for engines without a worker."""
+"""A rank's part of a batch, and a loss with infinite gradient, for engines without a worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tiny Hugging Face models, written and computed by transformers.
 
 path = zoo.path("qwen3", tie_word_embeddings=True)      # `zoo` is a fixture
-path = zoo.path("deepseek_v3", mtp_layers=1)            # transformers has no MTP layers; their tensors are random
+path = zoo.path("deepseek_v3", mtp_layers=1)  # the tensors of MTP layers are random
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def randomise(model: torch.nn.Module, family: str) -> None:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(norm_base(family, name) + 0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                norm_base(family, name) + 0.2 * torch.randn(parameter.shape, generator=generator)
+            )
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
@@ -112,7 +114,11 @@ class Zoo:
 
 
 def read_canonical(path: Path) -> TensorDict:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def token_batch(seed: int, num_sequences: int, length: int) -> TensorDict:
@@ -137,12 +143,18 @@ def adamw(
     others = []
     for parameter in parameters:
         (decayed if parameter.dim() > 1 else others).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
 
 
 def train_by_torch(
-    parameters: Sequence[torch.nn.Parameter], loss_of: Callable[[], torch.Tensor], num_steps: int, **settings: float
+    parameters: Sequence[torch.nn.Parameter],
+    loss_of: Callable[[], torch.Tensor],
+    num_steps: int,
+    **settings: float,
 ) -> tuple[list[float], list[float]]:
     """Train at learning rate 3e-3 with gradients clipped to norm 1.
 
@@ -173,16 +185,24 @@ def build_mtp_layer(model: torch.nn.Module, tensors: Batch, layer: int) -> torch
     from transformers.modeling_layers import MtpLayer
 
     decoder_layer = model.model.layers[-1]
-    result = MtpLayer(model.config, type(decoder_layer), type(decoder_layer.input_layernorm), layer).eval()
+    result = MtpLayer(
+        model.config, type(decoder_layer), type(decoder_layer.input_layernorm), layer
+    ).eval()
     prefix = f"model.layers.{layer}."
-    remaining = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    remaining = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
     state = {name: remaining.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
     state = {f"{name}.weight": tensor for name, tensor in state.items()}
     state["post_norm.weight"] = remaining.pop("shared_head.norm.weight")
     experts = range(model.config.n_routed_experts)
 
     def stacked(projection: str) -> torch.Tensor:
-        return torch.stack([remaining.pop(f"mlp.experts.{expert}.{projection}_proj.weight") for expert in experts])
+        return torch.stack(
+            [remaining.pop(f"mlp.experts.{expert}.{projection}_proj.weight") for expert in experts]
+        )
 
     state["mtp_block.mlp.experts.gate_up_proj"] = torch.cat([stacked("gate"), stacked("up")], dim=1)
     state["mtp_block.mlp.experts.down_proj"] = stacked("down")
@@ -211,7 +231,9 @@ def mtp_losses(path: Path, model: torch.nn.Module, batch: Batch) -> list[float]:
         angles = model.model.rotary_emb(hidden, positions)
         future = torch.full((length, length), float("-inf")).triu(1)[None, None]
         for index in range(model.config.num_nextn_predict_layers):
-            tokens, labels = (torch.cat([row[:, 1:], torch.zeros_like(row[:, :1])], 1) for row in (tokens, labels))
+            tokens, labels = (
+                torch.cat([row[:, 1:], torch.zeros_like(row[:, :1])], 1) for row in (tokens, labels)
+            )
             layer = build_mtp_layer(model, tensors, num_layers + index)
             embedded = model.model.embed_tokens(tokens)
             hidden = layer(embedded, hidden, angles, future, positions, None)

@@ -6,7 +6,8 @@ import string
 from pathlib import Path
 
 NUMBERS_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ "
+    "raise_exception('no tools here') }}{% endif %}"
     "7 {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}8{% endif %}"
 )
 CHARACTERS_TEMPLATE = (
@@ -21,7 +22,11 @@ def save_numbers(path: Path, template: str | None = NUMBERS_TEMPLATE) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"?": 0} | {str(number): number for number in range(1, 130)}, unk_token="?"))
+    words = Tokenizer(
+        models.WordLevel(
+            {"?": 0} | {str(number): number for number in range(1, 130)}, unk_token="?"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="9")
     tokenizer.chat_template = template
@@ -33,7 +38,9 @@ def save_characters(path: Path, template: str = CHARACTERS_TEMPLATE, **special: 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {character: number for number, character in enumerate(["\0", *sorted(string.printable)])}
+    vocabulary = {
+        character: number for number, character in enumerate(["\0", *sorted(string.printable)])
+    }
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="\0"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     characters.decoder = decoders.Fuse()

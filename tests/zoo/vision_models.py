@@ -1,4 +1,4 @@
-"""Small models of images and text, with tokenizer and processor, and the environment they run in."""
+"""Small models of images and text, with tokenizer, processor and environment."""
 
 from __future__ import annotations
 
@@ -212,7 +212,12 @@ def _save_tokenizer(directory: Path, image_of_template: str) -> None:
         tokenizer_object=by_words,
         unk_token="<unk>",
         eos_token="<|end|>",
-        extra_special_tokens={"boi_token": start, "eoi_token": end, "image_token": image, "video_token": video},
+        extra_special_tokens={
+            "boi_token": start,
+            "eoi_token": end,
+            "image_token": image,
+            "video_token": video,
+        },
     )
     tokenizer.chat_template = _TEMPLATE.replace("IMAGE_OF_TEMPLATE", image_of_template)
     tokenizer.save_pretrained(directory)
@@ -222,7 +227,9 @@ def required_environment() -> dict[str, str]:
     """Return `vision_environment()`; skip the test without torchvision."""
     environment = vision_environment()
     if environment is None:
-        pytest.skip("`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here")
+        pytest.skip(
+            "`make env` installs the torchvision of requirements-cpu-vision.txt, and it is not here"
+        )
     return environment
 
 

@@ -21,11 +21,18 @@ GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
     """Write the config.json of a model with 4 layers and a vocabulary that needs padding."""
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "torch_dtype": "float32"}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "torch_dtype": "float32",
+    }
     return write_config(directory, served_config(family, **{**sizes, **changes}))
 
 
-def settings(model: Any, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def settings(
+    model: Any, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return settings with sizes for short tests.
 
     They are for `load_config` or, with a model object, `train`.
@@ -50,7 +57,11 @@ def configuration(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> HybridConfig:
     """Return a configuration with `settings`, random weights and `more` top-level keys."""
-    values = settings(str(model), {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, **actor}, generate)
+    values = settings(
+        str(model),
+        {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, **actor},
+        generate,
+    )
     return load_config({"random_weights": True, **values, **more}, int(os.environ["WORLD_SIZE"]))
 
 

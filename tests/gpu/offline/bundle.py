@@ -3,8 +3,9 @@ DIR=… [HAVE=…]`.
 
 python -m tests.gpu.offline.bundle DIRECTORY [--have FILE] [--last-stage N]
 
-DIRECTORY/1/manifest.json, run.py, stage1.tar.xz.000, …    tree/ is this checkout, packages/ the list of wheels.txt
-DIRECTORY/2/manifest.json, run.py, stage2.tar.xz.001, …    folders are small enough to be transferred one by one
+DIRECTORY/1/manifest.json, run.py, stage1.tar.xz.000, …  tree/: this checkout; packages/: wheels.txt
+DIRECTORY/2/manifest.json, run.py, stage2.tar.xz.001, …  each folder is small enough to be sent
+alone
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def read_list(path: Path = HERE / "wheels.txt") -> dict[str, tuple[int, str]]:
 def read_installed(path: Path) -> dict[str, str]:
     """Return versions by name from the target machine's `pip list`, in either format."""
     lines = (line.strip() for line in path.read_text().splitlines())
-    pairs = [re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==|\s+)([0-9]\S*).*", line) for line in lines]
+    pairs = [
+        re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==|\s+)([0-9]\S*).*", line) for line in lines
+    ]
     return {canonicalize_name(pair[1]): pair[2] for pair in pairs if pair}
 
 
@@ -84,7 +87,9 @@ def install(requirements: Sequence[str], target: Path, cache: Path) -> None:
         "--implementation",
         "cp",
     ]
-    wheels += [word for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)]
+    wheels += [
+        word for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)
+    ]
     wheels += [word for platform in _PLATFORMS for word in ("--platform", platform)]
     wheels += ["--constraint", str(REPOSITORY / "requirements-cpu.txt"), *requirements]
     for command in (
@@ -106,7 +111,10 @@ def install(requirements: Sequence[str], target: Path, cache: Path) -> None:
 
 def packages_in(*folders: Path) -> dict[str, metadata.Distribution]:
     """Return the packages that `install` has put into folders, by name."""
-    return {canonicalize_name(item.name): item for item in metadata.distributions(path=[*map(str, folders)])}
+    return {
+        canonicalize_name(item.name): item
+        for item in metadata.distributions(path=[*map(str, folders)])
+    }
 
 
 def required(packages: Mapping[str, metadata.Distribution]) -> Iterator[tuple[str, Requirement]]:
@@ -118,7 +126,9 @@ def required(packages: Mapping[str, metadata.Distribution]) -> Iterator[tuple[st
     pending = [(name, "") for name in packages]
     for name, extra in pending:  # Grows in the loop.
         for requirement in map(Requirement, packages[name].requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({**target, "extra": extra}):
+            if requirement.marker is None or requirement.marker.evaluate(
+                {**target, "extra": extra}
+            ):
                 yield name, requirement
                 required_name = canonicalize_name(requirement.name)
                 if required_name in packages:
@@ -126,34 +136,51 @@ def required(packages: Mapping[str, metadata.Distribution]) -> Iterator[tuple[st
                     pending += [pair for pair in pairs if pair not in pending]
 
 
-def unsuitable(packages: Mapping[str, metadata.Distribution], installed: Mapping[str, str]) -> set[str]:
+def unsuitable(
+    packages: Mapping[str, metadata.Distribution], installed: Mapping[str, str]
+) -> set[str]:
     """Return the installed packages in a version that one of the packages refuses."""
     names = set()
     for _, requirement in required(packages):
         name = canonicalize_name(requirement.name)
-        if name in installed and not requirement.specifier.contains(installed[name], prereleases=True):
+        if name in installed and not requirement.specifier.contains(
+            installed[name], prereleases=True
+        ):
             names.add(name)
     return names
 
 
-def unlisted(packages: Mapping[str, metadata.Distribution], installed: Collection[str]) -> list[str]:
+def unlisted(
+    packages: Mapping[str, metadata.Distribution], installed: Collection[str]
+) -> list[str]:
     """Describe required packages that are neither given, nor installed, nor left out."""
     known = {*packages, *installed, *read_list()}
-    pairs = {(canonicalize_name(requirement.name), package) for package, requirement in required(packages)}
-    return [f"{name}, which {package} requires" for name, package in sorted(pairs) if name not in known]
+    pairs = {
+        (canonicalize_name(requirement.name), package)
+        for package, requirement in required(packages)
+    }
+    return [
+        f"{name}, which {package} requires" for name, package in sorted(pairs) if name not in known
+    ]
 
 
 def with_torch() -> set[str]:
     """Return the names of torch and its requirements, which are installed together."""
     ours = {"torch": metadata.distribution("torch")}  # The CPU build, without Triton.
-    return {"torch", "triton", *(canonicalize_name(requirement.name) for _, requirement in required(ours))}
+    return {
+        "torch",
+        "triton",
+        *(canonicalize_name(requirement.name) for _, requirement in required(ours)),
+    }
 
 
 def prune(vllm: Path, last_stage: int) -> None:
     """Remove files of vLLM that the stages do not need: 280 MB of 330."""
     for path in [path for path in vllm.rglob("*") if path.is_file()]:
         is_kept = path.stat().st_size <= _SMALL or _EXTENSIONS.get(path.name, 4) <= last_stage
-        is_source = path.suffix in (".h", ".hpp", ".cuh", ".cu", ".inl") and "third_party" in path.parts
+        is_source = (
+            path.suffix in (".h", ".hpp", ".cuh", ".cu", ".inl") and "third_party" in path.parts
+        )
         if (path.suffix == ".so" and not is_kept) or path.name == "vllm-rs" or is_source:
             path.unlink()
     (vllm / _FLASH_ATTENTION).parent.mkdir(parents=True, exist_ok=True)
@@ -175,12 +202,16 @@ def write_metadata(packages: Path) -> None:
 
 def tracked() -> Iterator[Path]:
     """Return the files of this checkout that git tracks, as relative paths."""
-    result = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     paths = (Path(name) for name in result.stdout.split("\0") if name)
     return (path for path in paths if (REPOSITORY / path).is_file())
 
 
-def write_folders(directory: Path, archives: Sequence[Path], facts: Mapping[str, Any], limit: int) -> list[int]:
+def write_folders(
+    directory: Path, archives: Sequence[Path], facts: Mapping[str, Any], limit: int
+) -> list[int]:
     """Split archives in turn into the folders 1, 2, … of at most `limit` bytes; return the folders'
     sizes.
 
@@ -215,28 +246,42 @@ def write_folders(directory: Path, archives: Sequence[Path], facts: Mapping[str,
 
 def pack(archive: Path, folders: Mapping[str, Path], names: Collection[Path] | None = None) -> None:
     """Compress folders; of the folder "tree" only the files `names`."""
-    with tarfile.open(archive, "w:xz", preset=3) as tar:  # Level 6 takes twice the time and saves 5 %.
+    with tarfile.open(
+        archive, "w:xz", preset=3
+    ) as tar:  # Level 6 takes twice the time and saves 5 %.
         for name, folder in folders.items():
             for path in names if name == "tree" and names is not None else [Path()]:
                 tar.add(folder / path, Path(name) / path)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path, help="receives the folders 1, 2, …")
-    parser.add_argument("--have", type=Path, help="output of `pip list` there; these packages are left out")
-    parser.add_argument("--last-stage", type=int, choices=(2, 3), default=2, help="3: for several GPUs there")
+    parser.add_argument(
+        "--have", type=Path, help="output of `pip list` there; these packages are left out"
+    )
+    parser.add_argument(
+        "--last-stage", type=int, choices=(2, 3), default=2, help="3: for several GPUs there"
+    )
     options = parser.parse_args(arguments)
     installed = read_installed(options.have) if options.have else {}
     if options.have and not installed:
-        parser.error(f"--have {options.have} lists no package; write the output of `pip list` there to it")
+        parser.error(
+            f"--have {options.have} lists no package; write the output of `pip list` there to it"
+        )
     wanted = {name: (stage, line) for name, (stage, line) in read_list().items() if stage}
     cache = REPOSITORY / "build" / "offline-wheels"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="offline-bundle-") as scratch:
         stages = {stage: Path(scratch) / str(stage) for stage in (1, 2)}
         for stage, packages in stages.items():
-            todo = {name for name, (first, _) in wanted.items() if first == stage and name not in installed}
+            todo = {
+                name
+                for name, (first, _) in wanted.items()
+                if first == stage and name not in installed
+            }
             while todo:
                 install([wanted[name][1] for name in sorted(todo)], packages, cache)
                 for name in todo:
@@ -245,7 +290,10 @@ def main(arguments: list[str] | None = None) -> None:
             packages.mkdir(exist_ok=True)
         write_metadata(stages[1])
         if faults := unlisted(packages_in(*stages.values()), {*installed, *with_torch()}):
-            sys.exit("List in tests/gpu/offline/wheels.txt, by its stage or as left out:\n" + "\n".join(faults))
+            sys.exit(
+                "List in tests/gpu/offline/wheels.txt, by its stage or as left out:\n"
+                + "\n".join(faults)
+            )
         archives = []
         for stage, packages in stages.items():
             if (packages / "vllm").is_dir():
@@ -254,9 +302,14 @@ def main(arguments: list[str] | None = None) -> None:
             folders = {"packages": packages} | ({"tree": REPOSITORY} if stage == 1 else {})
             pack(archives[-1], folders, [*tracked()])
         facts = {"python": PYTHON, "torch": TORCH}
-        for number, nbytes in enumerate(write_folders(options.directory, archives, facts, FOLDER_NBYTES), 1):
+        for number, nbytes in enumerate(
+            write_folders(options.directory, archives, facts, FOLDER_NBYTES), 1
+        ):
             print(f"{options.directory / str(number)}: {nbytes / 2**20:.1f} MiB")
-    print("There, for each folder: python3 FOLDER/run.py PLACE --unpack; with the last: python3 FOLDER/run.py PLACE")
+    print(
+        "There, for each folder: python3 FOLDER/run.py PLACE --unpack; with the "
+        "last: python3 FOLDER/run.py PLACE"
+    )
 
 
 if __name__ == "__main__":

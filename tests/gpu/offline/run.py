@@ -2,7 +2,7 @@
 far.
 
     python3 1/run.py PLACE --unpack                   for each folder, in any order
-    python3 2/run.py PLACE [pytest's options]         for the last folder: stages 1 and 2 unless -k selects others
+    python3 2/run.py PLACE [pytest's options]     for the last folder: stages 1 and 2
 
 PLACE is a folder that is created, and kept between the calls. Requires only Python's standard
 library.
@@ -46,12 +46,19 @@ def unpack(folder: Path, place: Path, manifest: dict[str, Any]) -> list[str]:
         for part in archive["parts"]:
             if str(part["folder"]) == folder.name:
                 if digest_of(folder / part["file"]) != part["sha256"]:
-                    sys.exit(f"{folder / part['file']} is not the file that was packed: carry the folder again")
+                    sys.exit(
+                        f"{folder / part['file']} is not the file that was packed: "
+                        "carry the folder again"
+                    )
                 shutil.copyfile(folder / part["file"], place / "parts" / part["file"])
         parts = [(place / "parts" / part["file"], part) for part in archive["parts"]]
-        lacking = sorted({str(part["folder"]) for path, part in parts if digest_of(path) != part["sha256"]})
+        lacking = sorted(
+            {str(part["folder"]) for path, part in parts if digest_of(path) != part["sha256"]}
+        )
         if lacking:
-            missing.append(f"{archive['name']} is not unpacked: folder {', '.join(lacking)} was not")
+            missing.append(
+                f"{archive['name']} is not unpacked: folder {', '.join(lacking)} was not"
+            )
             continue
         whole = place / archive["name"]
         with whole.open("wb") as file:
@@ -74,7 +81,9 @@ def digest_of(path: Path) -> str | None:
 
 def environment(place: Path) -> dict[str, str]:
     """Return the environment of the checks: unpacked modules first, and no network."""
-    libraries = [str(path) for entry in sys.path for path in sorted(Path(entry or ".").glob("nvidia/*/lib"))]
+    libraries = [
+        str(path) for entry in sys.path for path in sorted(Path(entry or ".").glob("nvidia/*/lib"))
+    ]
     shared = {
         "PYTHONPATH": [
             str(place / "tree"),

@@ -19,7 +19,10 @@ class Guarded:
         self.requests: list[set[str]] = []
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.handles = [*guard_model(self.model, self.guard), *guard_optimizer(self.optimizer, self.guard)]
+        self.handles = [
+            *guard_model(self.model, self.guard),
+            *guard_optimizer(self.optimizer, self.guard),
+        ]
 
     def guard(self, kinds: Iterable[str]) -> None:
         self.requests.append(set(kinds))

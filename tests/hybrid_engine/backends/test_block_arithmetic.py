@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_engine.backends.block_arithmetic import block_scales, elements, power_of_two, tensor_scale
-from hybrid_engine.models.block_quantization import MXFP4, MXFP8, NVFP4, NVFP4_OF_MODELOPT, BlockFormat, fp8
+from hybrid_engine.backends.block_arithmetic import (
+    block_scales,
+    elements,
+    power_of_two,
+    tensor_scale,
+)
+from hybrid_engine.models.block_quantization import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_OF_MODELOPT,
+    BlockFormat,
+    fp8,
+)
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.zoo import block_formats
 
@@ -20,7 +32,9 @@ def weights(dtype: torch.dtype, largest: float = 1e3) -> torch.Tensor:
     weight[:16] = 0
     weight[16:32] *= 1e-38
     weight[32:48] *= largest
-    weight[48:64] = torch.tensor([-0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, -0.25, 6.0, 7.0]).repeat(32)
+    weight[48:64] = torch.tensor(
+        [-0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, -0.25, 6.0, 7.0]
+    ).repeat(32)
     # Every mantissa of bfloat16 as the largest magnitude of a block.
     weight[64:192, ::16] = (1 + torch.arange(128.0) / 128)[:, None]
     return weight.to(dtype)
@@ -59,7 +73,9 @@ BY_PUBLISHED_RECIPE = {"ue8m0": fp8(128, 128, powers_of_two=True)}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("largest", [1, 1e3, 1e30])
 @pytest.mark.parametrize("method", FORMATS | BY_PUBLISHED_RECIPE)
-def test_bits_are_those_of_the_writers_of_checkpoints(method: str, largest: float, dtype: torch.dtype) -> None:
+def test_bits_are_those_of_the_writers_of_checkpoints(
+    method: str, largest: float, dtype: torch.dtype
+) -> None:
     weight = weights(dtype, largest)
     if dtype == torch.float16:
         weight = weight.nan_to_num(posinf=6e4, neginf=-6e4)
@@ -93,4 +109,6 @@ def test_nvfp4_of_modelopt_is_by_its_formulas() -> None:
     for name in ("weight_scale", "weight_scale_2"):
         assert torch.equal(own[name].view(torch.uint8), expected[name].view(torch.uint8))
     # A zero may have a sign.
-    assert torch.equal(block_formats._unpacked(own["weight"]), block_formats._unpacked(expected["weight"]))
+    assert torch.equal(
+        block_formats._unpacked(own["weight"]), block_formats._unpacked(expected["weight"])
+    )

@@ -22,7 +22,9 @@ MATRIX = torch.arange(6.0).view(2, 3)
 
 
 class ShiftedNorm(AdaptorWithSources):
-    """Weights of a model that stores a norm as its difference from 1, and computes the product with a matrix."""
+    """Weights of a model that stores a norm as its difference from 1, and computes the product with
+    a matrix.
+    """
 
     rank = 0
 
@@ -30,7 +32,11 @@ class ShiftedNorm(AdaptorWithSources):
         super().__init__()
         self.stored = NORM.clone()
         self.num_finished = 0
-        shapes = {"norm": self.stored, "product": torch.empty(2, dtype=torch.bfloat16), "nothing": torch.empty(0, 3)}
+        shapes = {
+            "norm": self.stored,
+            "product": torch.empty(2, dtype=torch.bfloat16),
+            "nothing": torch.empty(0, 3),
+        }
         self.sources = ComputedSources("made up", shapes, torch.device("cpu"), self._compute)
         self.computed.append(self.sources)
 
@@ -93,10 +99,12 @@ def test_scratch_buffers_are_shown_to_peers_and_need_no_copy() -> None:
 
 
 def test_without_its_view_an_adaptor_has_the_same_sources() -> None:
-    """A checkpoint is written from it, and must not compute the sums of LoRA into further memory."""
+    """A checkpoint is written from it, and must not compute sums of LoRA into further memory."""
     weights = ShiftedNorm()
     assert weights.without_view() is weights
-    view = mock.Mock(sources=ComputedSources("view", {"scale": NORM}, torch.device("cpu"), mock.Mock()))
+    view = mock.Mock(
+        sources=ComputedSources("view", {"scale": NORM}, torch.device("cpu"), mock.Mock())
+    )
     weights.view = view
     plain = weights.without_view()
     assert (plain.view, weights.view) == (None, view)

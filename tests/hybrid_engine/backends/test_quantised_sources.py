@@ -1,4 +1,6 @@
-"""Quantised weights, made of records in any layout, equal those of the writers of checkpoints bit by bit."""
+"""Quantised weights, made of records in any layout, equal those of the writers of checkpoints bit
+by bit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from tests.zoo.megatron_models import region_slices, view_of
 
 SHAPES = {"a.weight": (300, 192), "b.weight": (256, 384), "norm.weight": (40, 3)}
 # vLLM fuses `a` and `b`.
-GROUPS = {"a.weight": "a.weight", "b.weight": "a.weight", "of another rank.weight": "of another rank.weight"}
+GROUPS = {
+    "a.weight": "a.weight",
+    "b.weight": "a.weight",
+    "of another rank.weight": "of another rank.weight",
+}
 
 Box = tuple[tuple[int, int], tuple[int, int]]
 """Offsets and lengths."""
@@ -45,9 +51,13 @@ def values(dtype: torch.dtype = torch.bfloat16) -> TensorDict:
 
 
 class Parts(AdaptorWithSources):
-    """Weights of which a rank holds some boxes, one after the other in a buffer; `b` is stored transposed."""
+    """Weights of which a rank holds some boxes, one after the other in a buffer; `b` is stored
+    transposed.
+    """
 
-    def __init__(self, boxes: Mapping[str, Sequence[Box]], dtype: torch.dtype = torch.bfloat16, rank: int = 0) -> None:
+    def __init__(
+        self, boxes: Mapping[str, Sequence[Box]], dtype: torch.dtype = torch.bfloat16, rank: int = 0
+    ) -> None:
         super().__init__()
         self.rank = rank
         self.whole = values(dtype)
@@ -59,7 +69,9 @@ class Parts(AdaptorWithSources):
                 strides = contiguous_strides(lengths)
                 if name == "b.weight":
                     strides = contiguous_strides(lengths[::-1])[::-1]
-                shard = Shard(Region(name, offsets, lengths), Place(BufferId(rank, "weights"), start, strides))
+                shard = Shard(
+                    Region(name, offsets, lengths), Place(BufferId(rank, "weights"), start, strides)
+                )
                 self.shards.append(shard)
                 view_of(self.stored_buffers(), shard).copy_(self.whole[name][region_slices(shard)])
                 start += lengths[0] * lengths[1]
@@ -94,11 +106,15 @@ def stored(weights: Parts, method: str) -> TensorDict:
 
 
 def differing(weights: Parts, method: str) -> list[str]:
-    """Return the shown regions that differ from the checkpoint's, whose weights are quantised as a whole."""
+    """Return the shown regions that differ from the checkpoint's, whose weights are quantised as a
+    whole.
+    """
     buffers = weights.buffers()
     expected = stored(weights, method)
     shards = weights.layout().shards
-    wrong = sorted({name for name in expected if name[0] == "b"} - {shard.region.tensor for shard in shards})
+    wrong = sorted(
+        {name for name in expected if name[0] == "b"} - {shard.region.tensor for shard in shards}
+    )
     for shard in shards:
         shown = view_of(buffers, shard)
         part = expected[shard.region.tensor][region_slices(shard)]
@@ -109,12 +125,21 @@ def differing(weights: Parts, method: str) -> list[str]:
 
 # Boxes that together hold whole blocks.
 WHOLE: Mapping[str, Sequence[Box]] = {
-    "a.weight": [((0, 0), (70, 192)), ((70, 0), (186, 100)), ((70, 100), (186, 92)), ((256, 0), (44, 192))],
+    "a.weight": [
+        ((0, 0), (70, 192)),
+        ((70, 0), (186, 100)),
+        ((70, 100), (186, 92)),
+        ((256, 0), (44, 192)),
+    ],
     "b.weight": [((0, 0), (256, 384))],
     "norm.weight": [((0, 0), (40, 3))],
 }
 CUT: Sequence[Mapping[str, Sequence[Box]]] = [
-    {"a.weight": [((0, 0), (150, 192))], "b.weight": [((0, 0), (256, 190))], "norm.weight": [((0, 0), (40, 3))]},
+    {
+        "a.weight": [((0, 0), (150, 192))],
+        "b.weight": [((0, 0), (256, 190))],
+        "norm.weight": [((0, 0), (40, 3))],
+    },
     {"a.weight": [((150, 0), (150, 192))], "b.weight": [((0, 190), (256, 194))]},
 ]
 """Boxes of two ranks, cut in the middle of blocks."""
@@ -122,7 +147,9 @@ CUT: Sequence[Mapping[str, Sequence[Box]]] = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("method", FORMATS)
-def test_values_and_scales_equal_those_of_a_published_checkpoint(method: str, dtype: torch.dtype) -> None:
+def test_values_and_scales_equal_those_of_a_published_checkpoint(
+    method: str, dtype: torch.dtype
+) -> None:
     weights = Parts(WHOLE, dtype)
     view = quantised(weights, method)
     assert view.cut == set()
@@ -137,12 +164,18 @@ def test_the_layout_shows_quantised_tensors_and_the_others(method: str) -> None:
     weights = Parts(WHOLE)
     quantised(weights, method)
     layout = weights.layout()
-    dtypes = {shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards}
+    dtypes = {
+        shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards
+    }
     expected = stored(weights, method)
-    assert dtypes == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
+    assert dtypes == {
+        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()
+    }
     assert layout.tensors == {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert weights.origins().keys() == dtypes.keys()
-    assert weights.scratch == {f"quantised weights in {dtype}" for dtype in set(dtypes.values()) - {"bfloat16"}}
+    assert weights.scratch == {
+        f"quantised weights in {dtype}" for dtype in set(dtypes.values()) - {"bfloat16"}
+    }
 
 
 def test_elements_that_share_a_byte_are_on_one_rank() -> None:
@@ -196,7 +229,11 @@ def test_a_rank_that_fails_before_scales_are_shared_ends_the_phase_on_all_ranks(
             fails = mock.patch.object(target, name, side_effect=MemoryError("no memory"))
             start = time.monotonic()
             on_all = failing(ReshardError, "unexpected-error", "MemoryError: no memory", on=1)
-            with on_all, fails if job.rank == 1 else nullcontext(), job.agreement.phase("prepare", 30):
+            with (
+                on_all,
+                fails if job.rank == 1 else nullcontext(),
+                job.agreement.phase("prepare", 30),
+            ):
                 weights.prepare()
             assert time.monotonic() - start < 10
             with job.agreement.phase("prepare"):

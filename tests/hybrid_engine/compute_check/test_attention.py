@@ -19,10 +19,14 @@ from hybrid_engine.compute_check.attention import (
 )
 
 FREQUENCIES = 5e5 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-POSITIONS = compared_positions(16_383, {"rope_parameters": {"original_max_position_embeddings": 4096}})
+POSITIONS = compared_positions(
+    16_383, {"rope_parameters": {"original_max_position_embeddings": 4096}}
+)
 
 
-def rotary(frequencies: torch.Tensor, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Attention:
+def rotary(
+    frequencies: torch.Tensor, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> Attention:
     angles = torch.outer(torch.tensor(POSITIONS, dtype=torch.float64), frequencies)
     rotated = ((scale * part).to(dtype) for part in (angles.cos(), angles.sin()))
     return Attention(1.0, rotary=Rotary.of_rotated(*rotated, POSITIONS))
@@ -33,7 +37,9 @@ def test_rotations_are_compared_around_the_original_length_and_at_the_last_posit
     assert compared_positions(100, {"original_max_position_embeddings": 4096}) == (0, 1, 100)
 
 
-LATER = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly visible in the first tokens
+LATER = torch.where(
+    FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES
+)  # hardly visible in the first tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,7 +56,9 @@ LATER = torch.where(FREQUENCIES < 1e-3, FREQUENCIES / 8, FREQUENCIES)  # hardly 
 def test_rotations_differ_by_more_than_rounding(
     frequencies: torch.Tensor, scale: float, name: str | None, reach: int, dtype: torch.dtype
 ) -> None:
-    different = list(differences(rotary(FREQUENCIES, scale=1.25), rotary(frequencies, dtype, scale)))
+    different = list(
+        differences(rotary(FREQUENCIES, scale=1.25), rotary(frequencies, dtype, scale))
+    )
     assert [difference.reach for difference in different] == ([] if name is None else [reach])
     assert all(name is not None and name in difference.name for difference in different)
 

@@ -1,4 +1,6 @@
-"""Changes of live models: which the fingerprint reports as moved tensors, as another function, or not at all."""
+"""Changes of live models: which the fingerprint reports as moved tensors, as another function, or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ HIDDEN = {"hidden_size": 32}  # the attention's output projection is square
 
 @dataclass(frozen=True)
 class Live:
-    """A model with the fingerprint that its trainer makes; `names` are its modules and attributes by role."""
+    """A model with the fingerprint that its trainer makes; `names` are its modules and attributes
+    by role.
+    """
 
     model: Any
     fingerprint: Fingerprint
@@ -78,7 +82,10 @@ class Live:
         setattr(module, name, change(getattr(module, name)))
 
     def exchange(self, first: str, second: str) -> None:
-        modules = {self.names[first]: getattr(self, second), self.names[second]: getattr(self, first)}
+        modules = {
+            self.names[first]: getattr(self, second),
+            self.names[second]: getattr(self, first),
+        }
         for name, module in modules.items():
             parent, _, key = name.rpartition(".")
             setattr(self.model.get_submodule(parent), key, module)
@@ -153,17 +160,31 @@ SQUARE = ("llama", "megatron", "megatron experts")
 CHANGES: dict[str, tuple[Callable[[Live], object], str, tuple[str, ...]]] = {
     # the layout no longer describes the model
     "pruned": (lambda live: prune.l1_unstructured(live.norm, "weight", 0.5), MOVED, WHOLE),
-    "parametrized": (lambda live: parametrize.register_parametrization(live.norm, "weight", Half()), MOVED, WHOLE),
+    "parametrized": (
+        lambda live: parametrize.register_parametrization(live.norm, "weight", Half()),
+        MOVED,
+        WHOLE,
+    ),
     "spectral norm": (lambda live: torch.nn.utils.spectral_norm(live.square), MOVED, SQUARE),
-    "parametrized by spectral norm": (lambda live: parametrizations.spectral_norm(live.square), MOVED, SQUARE),
+    "parametrized by spectral norm": (
+        lambda live: parametrizations.spectral_norm(live.square),
+        MOVED,
+        SQUARE,
+    ),
     "transposed": (replace_data(torch.t), MOVED, SQUARE),
     "cloned": (replace_data(torch.clone), MOVED, WHOLE),
     "in another dtype": (replace_data(torch.Tensor.double), MOVED, WHOLE),
-    "layers exchanged": (reverse_layers, MOVED, ("llama", "sharded", "megatron", "megatron experts")),
+    "layers exchanged": (
+        reverse_layers,
+        MOVED,
+        ("llama", "sharded", "megatron", "megatron experts"),
+    ),
     "projections exchanged": (lambda live: live.exchange("first", "second"), MOVED, EVERY),
     "head tied": (lambda live: setattr(live.head, "weight", live.embedding.weight), MOVED, EVERY),
     "parameter replaced": (
-        lambda live: setattr(live.norm, "weight", torch.nn.Parameter(live.norm.weight.detach().clone())),
+        lambda live: setattr(
+            live.norm, "weight", torch.nn.Parameter(live.norm.weight.detach().clone())
+        ),
         MOVED,
         WHOLE,
     ),
@@ -177,8 +198,16 @@ CHANGES: dict[str, tuple[Callable[[Live], object], str, tuple[str, ...]]] = {
     "layer removed": (lambda live: live.layers.pop(1), MOVED, EVERY),
     # the function
     "inv_freq halved": (lambda live: live.rotary.inv_freq.mul_(0.5), FUNCTION, EVERY),
-    "inv_freq replaced": (lambda live: live.rotary.__setattr__("inv_freq", live.rotary.inv_freq * 2), FUNCTION, EVERY),
-    "epsilon": (lambda live: live.set("norm", "epsilon", lambda value: 10 * value), FUNCTION, EVERY),
+    "inv_freq replaced": (
+        lambda live: live.rotary.__setattr__("inv_freq", live.rotary.inv_freq * 2),
+        FUNCTION,
+        EVERY,
+    ),
+    "epsilon": (
+        lambda live: live.set("norm", "epsilon", lambda value: 10 * value),
+        FUNCTION,
+        EVERY,
+    ),
     "activation replaced": (
         lambda live: live.set("mlp", "activation", lambda _: torch.nn.functional.relu),
         FUNCTION,
@@ -189,11 +218,27 @@ CHANGES: dict[str, tuple[Callable[[Live], object], str, tuple[str, ...]]] = {
         FUNCTION,
         OF_MLP,
     ),
-    "scale": (lambda live: live.set("attention", "scale", lambda value: 2 * value), FUNCTION, EVERY),
-    "scale as a tensor": (lambda live: live.set("attention", "scale", torch.tensor), FUNCTION, EVERY),
+    "scale": (
+        lambda live: live.set("attention", "scale", lambda value: 2 * value),
+        FUNCTION,
+        EVERY,
+    ),
+    "scale as a tensor": (
+        lambda live: live.set("attention", "scale", torch.tensor),
+        FUNCTION,
+        EVERY,
+    ),
     "forward hook": (lambda live: live.mlp.register_forward_hook(lambda *_: None), FUNCTION, EVERY),
-    "forward pre-hook": (lambda live: live.mlp.register_forward_pre_hook(lambda *_: None), FUNCTION, EVERY),
-    "forward hook of the model": (lambda live: live.model.register_forward_hook(lambda *_: None), FUNCTION, EVERY),
+    "forward pre-hook": (
+        lambda live: live.mlp.register_forward_pre_hook(lambda *_: None),
+        FUNCTION,
+        EVERY,
+    ),
+    "forward hook of the model": (
+        lambda live: live.model.register_forward_hook(lambda *_: None),
+        FUNCTION,
+        EVERY,
+    ),
     "forward patched": (set_forward("norm"), FUNCTION, EVERY),
     "class replaced": (
         lambda live: setattr(live.norm, "__class__", type("Other", (type(live.norm),), {})),
@@ -201,25 +246,53 @@ CHANGES: dict[str, tuple[Callable[[Live], object], str, tuple[str, ...]]] = {
         WHOLE,
     ),
     "config": (lambda live: setattr(live.model.config, "new_setting", 3.0), FUNCTION, EVERY),
-    "attention by": (lambda live: live.model.set_attn_implementation("sdpa"), FUNCTION, IN_TRANSFORMERS),
-    "router's top_k": (lambda live: live.set("router", "top_k", lambda value: value - 1), FUNCTION, ROUTED),
+    "attention by": (
+        lambda live: live.model.set_attn_implementation("sdpa"),
+        FUNCTION,
+        IN_TRANSFORMERS,
+    ),
+    "router's top_k": (
+        lambda live: live.set("router", "top_k", lambda value: value - 1),
+        FUNCTION,
+        ROUTED,
+    ),
     "router's factor": (
         lambda live: setattr(live.router, "routed_scaling_factor", 0.5),
         FUNCTION,
         ("deepseek_v3", "sharded experts"),
     ),
-    "module inserted": (lambda live: live.mlp.add_module("gain", torch.nn.Identity()), FUNCTION, EVERY),
+    "module inserted": (
+        lambda live: live.mlp.add_module("gain", torch.nn.Identity()),
+        FUNCTION,
+        EVERY,
+    ),
     # weights, and what does not change log-probabilities
     "in place": (in_place, SAME, EVERY),
     "trained": (train, SAME, EVERY),
     "frozen": (lambda live: live.model.requires_grad_(False), SAME, EVERY),
-    "checkpointing": (lambda live: live.model.gradient_checkpointing_enable(), SAME, IN_TRANSFORMERS),
-    "input gradients": (lambda live: live.model.enable_input_require_grads(), SAME, IN_TRANSFORMERS),
+    "checkpointing": (
+        lambda live: live.model.gradient_checkpointing_enable(),
+        SAME,
+        IN_TRANSFORMERS,
+    ),
+    "input gradients": (
+        lambda live: live.model.enable_input_require_grads(),
+        SAME,
+        IN_TRANSFORMERS,
+    ),
     "compiled": (lambda live: live.model.compile(backend="eager"), SAME, EVERY),
     "moved to its own device": (lambda live: live.model.to("cpu"), SAME, EVERY),
-    "dropout": (lambda live: setattr(live.attention, "attention_dropout", 0.5), SAME, IN_TRANSFORMERS),
+    "dropout": (
+        lambda live: setattr(live.attention, "attention_dropout", 0.5),
+        SAME,
+        IN_TRANSFORMERS,
+    ),
     "guarded": (lambda live: [*guard_model(live.model, print)], SAME, EVERY),
-    "callbacks": (lambda live: setattr(live.model.config, "no_sync_func", print), SAME, ("megatron",)),
+    "callbacks": (
+        lambda live: setattr(live.model.config, "no_sync_func", print),
+        SAME,
+        ("megatron",),
+    ),
 }
 
 

@@ -24,7 +24,15 @@ from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.serving.comparison import ServerComparison, ServerDescription
 from hybrid_engine.switch.states import State
 from tests.harness.errors import refused, violated
-from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
+from tests.hybrid_engine.switch.fakes import (
+    FORWARD,
+    IDLE,
+    INFER,
+    TRAIN,
+    FakeInference,
+    FakeTraining,
+    Rig,
+)
 
 
 def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -117,7 +125,9 @@ class ProbedRig(Rig):
         **settings: object,
     ) -> None:
         super().__init__(build=False, **settings)
-        self.training = ProbedTraining(self.script, self.job.rank, self.job.world_size, elastic=is_elastic)
+        self.training = ProbedTraining(
+            self.script, self.job.rank, self.job.world_size, elastic=is_elastic
+        )
         self.training.limits = limits
         self.training.layers = layers
         self.inference = ProbedInference(self.script, self.job.rank)
@@ -139,7 +149,8 @@ def probed(job: None) -> ProbedRig:
 
 
 @pytest.mark.parametrize(
-    ("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("exact", [1, 1, 1]), ("off", [0, 0, 0])]
+    ("when", "expected"),
+    [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("exact", [1, 1, 1]), ("off", [0, 0, 0])],
 )
 def test_the_check_runs_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
     rig = ProbedRig(check_compute=when)
@@ -212,7 +223,12 @@ def test_attributes_are_restored_if_one_cannot_be_set() -> None:
 )
 @pytest.mark.parametrize("kind", ["buffer", "frozen", "trained"])
 def test_a_bias_that_has_grown_is_compared_again(
-    job: None, kind: str, refusal: str, values: list[float], expected: list[int], between: list[State]
+    job: None,
+    kind: str,
+    refusal: str,
+    values: list[float],
+    expected: list[int],
+    between: list[State],
 ) -> None:
     """vLLM may ignore the bias. Its growth is accepted where nothing can be compared.
 
@@ -255,7 +271,9 @@ def test_the_trainer_computes_first_and_vllm_last(probed: ProbedRig) -> None:
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is_left: bool) -> None:
+def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(
+    job: None, is_left: bool
+) -> None:
     """True for `is_left` also covers an interrupt before the switch clears the flag."""
     rig = ProbedRig(check_compute="always")
     rig.script.arm("trainer computes", KeyboardInterrupt())
@@ -336,7 +354,9 @@ READ = Read("Attention.forward in a.module", "8.0", is_usual=False, is_number=Tr
         ("rope_parameters.llama_4_scaling_beta", READ, False),  # there is no original length
     ],
 )
-@pytest.mark.parametrize(("side", "code"), [(0, "read-by-trainer-alone"), (1, "read-by-vllm-alone")])
+@pytest.mark.parametrize(
+    ("side", "code"), [(0, "read-by-trainer-alone"), (1, "read-by-vllm-alone")]
+)
 def test_limits_that_one_side_alone_reads_are_refused(
     job: None, key: str, read: Read, is_refused: bool, side: int, code: str
 ) -> None:
@@ -354,7 +374,9 @@ class UnreadableLayers(ProbedTraining):
     attention = None  # type: ignore[assignment]
 
 
-def test_unreadable_layers_do_not_prevent_the_check(probed: ProbedRig, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_layers_do_not_prevent_the_check(
+    probed: ProbedRig, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = UnreadableLayers(probed.script, 0, 1, elastic=False)
     computation = LogprobCheck(trainer, probed.inference, probed.job, "first")
     assert computation.is_due
@@ -373,7 +395,9 @@ class Reference:
 
 
 def test_servers_that_join_later_are_compared_with_the_trainer(probed: ProbedRig) -> None:
-    """The comparison with transformers' class, and causes of differences, end with the servers before."""
+    """The comparison with transformers' class, and causes of differences, end with the servers
+    before.
+    """
     source = ConfigModel(Reference, is_needed=True)  # type: ignore[arg-type]
     comparison = ServerComparison(probed.training, probed.job, "first", source)
     scaled = grouped({0: Attention(2.0)})
@@ -397,7 +421,9 @@ def test_servers_that_join_later_are_compared_with_the_trainer(probed: ProbedRig
         ([50], 127, LENGTH + 50),
     ],
 )
-def test_tokens_reach_beyond_windows_within_limits(windows: list[int], most: int | None, length: int) -> None:
+def test_tokens_reach_beyond_windows_within_limits(
+    windows: list[int], most: int | None, length: int
+) -> None:
     _, tokens = tokens_within([ProbeLimits(max_length=most)], windows)
     assert tokens is not None
     assert tokens.shape == (NUM_ROWS, length)
@@ -475,7 +501,9 @@ def test_an_impossible_check_is_logged_once(
         for state in (INFER, TRAIN, INFER):
             rig.manager.enter(state)
     assert rig.num_probed() == 0
-    (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()
+    ]
     assert reason in line
 
 

@@ -13,7 +13,9 @@ NUM_TOKENS = 40
 TOKENS = torch.arange(NUM_TOKENS)[None]
 
 
-def routes(scores: torch.Tensor, selected_by: torch.Tensor, tokens: torch.Tensor | None = None) -> LayerRoutes:
+def routes(
+    scores: torch.Tensor, selected_by: torch.Tensor, tokens: torch.Tensor | None = None
+) -> LayerRoutes:
     return LayerRoutes(selected_by.topk(2).indices, scores, tokens)
 
 
@@ -32,13 +34,25 @@ HALF = torch.arange(0, NUM_TOKENS, 2)
         ([routes(SCORES, SCORES)], [routes(SCORES, SCORES)], True),
         ([routes(SCORES + BIAS, SCORES + BIAS)], [routes(SCORES, SCORES)], False),
         # A half of the tokens, as under sequence parallelism.
-        ([routes((SCORES + BIAS)[HALF], (SCORES + BIAS)[HALF], HALF)], [routes(SCORES, SCORES)], False),
+        (
+            [routes((SCORES + BIAS)[HALF], (SCORES + BIAS)[HALF], HALF)],
+            [routes(SCORES, SCORES)],
+            False,
+        ),
         ([routes(SCORES[HALF], SCORES[HALF], HALF)], [routes(SCORES, SCORES)], True),
         # Scores that differ by less than rounding.
         ([routes(SCORES, SCORES)], [routes(SCORES, SCORES + 1e-3 * scores_of(1))], True),
         # Other experts are a consequence of those in the layer before, which rounding has changed.
-        ([routes(SCORES * 0 + 1, scores_of(1)), routes(SCORES, SCORES)], [routes(SCORES, SCORES)] * 2, True),
-        ([routes(SCORES, SCORES), routes(SCORES + BIAS, SCORES + BIAS)], [routes(SCORES, SCORES)] * 2, False),
+        (
+            [routes(SCORES * 0 + 1, scores_of(1)), routes(SCORES, SCORES)],
+            [routes(SCORES, SCORES)] * 2,
+            True,
+        ),
+        (
+            [routes(SCORES, SCORES), routes(SCORES + BIAS, SCORES + BIAS)],
+            [routes(SCORES, SCORES)] * 2,
+            False,
+        ),
         # Unknown: a kernel selects the experts itself, or the layers do not correspond.
         ([routes(SCORES + BIAS, SCORES + BIAS)], [], True),
         ([routes(SCORES, SCORES)] * 2, [routes(SCORES, SCORES)], True),
@@ -48,7 +62,11 @@ def test_tokens_of_lower_scores_are_misrouted(
     trained: list[LayerRoutes], served: list[LayerRoutes], is_rounding: bool
 ) -> None:
     log_probs = torch.linspace(-4, -1, NUM_TOKENS - 1)[None]
-    gap = Gap(TOKENS, ProbeAnswer(log_probs, torch.bfloat16, trained), ProbeAnswer(log_probs, torch.bfloat16, served))
+    gap = Gap(
+        TOKENS,
+        ProbeAnswer(log_probs, torch.bfloat16, trained),
+        ProbeAnswer(log_probs, torch.bfloat16, served),
+    )
     assert gap.is_rounding is is_rounding
     assert ("misrouted" in str(gap)) == (len(trained) == len(served))
 

@@ -11,7 +11,13 @@ from typing import Any, get_args
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config, training_rules
+from hybrid_engine.config import (
+    ActorConfig,
+    HybridConfig,
+    find_violations,
+    load_config,
+    training_rules,
+)
 from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.job_rules import CRITIC, critic_of
 from hybrid_engine.config.loading import CONSTRAINTS, broken_rules
@@ -24,7 +30,12 @@ from tests.harness.values import Values
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
-DENSE = {**published_configs.QWEN3_8B, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+DENSE = {
+    **published_configs.QWEN3_8B,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 DENSE |= {"hidden_size": 64, "head_dim": 8, "intermediate_size": 96}
 EXPERTS = {
     **published_configs.QWEN3_30B_A3B,
@@ -87,12 +98,17 @@ STAGES = "The layers can be divided"
 COUNTS = "PP <= num_layers"
 LAYOUT = "pipeline_model_parallel_layout"
 MODEL_BREAKS = (
-    Break("build_model() implements", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    Break(
+        "build_model() implements",
+        model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ),
     Break("seq_length is at most", model={**SMALL_GPT2, "n_positions": 64}),
 )
 SIZE_BREAKS = (
     Break(WORLD, actor={**TP2, **PP4}),
-    Break(WORLD, actor={**TP2, **SP, **EP4}, model=EXPERTS, key=ACTOR + "expert_model_parallel_size"),
+    Break(
+        WORLD, actor={**TP2, **SP, **EP4}, model=EXPERTS, key=ACTOR + "expert_model_parallel_size"
+    ),
     Break(HEADS, 3, TP3),
     Break(HEADS, 3, generate=INFER_TP3),
     Break(CUTS, actor=TP2, model={**DENSE, "intermediate_size": 97}),
@@ -102,14 +118,30 @@ SIZE_BREAKS = (
     Break(EXPERT_SHARES, 3, EP3, model=EXPERTS),
     Break(STAGES, actor=VPP2, key=ACTOR + "virtual_pipeline_model_parallel_size"),
     Break(STAGES, 3, PP3),
-    Break(STAGES, actor={**PP2, **VPP2, **FIRST1}, key=ACTOR + "virtual_pipeline_model_parallel_size"),
+    Break(
+        STAGES, actor={**PP2, **VPP2, **FIRST1}, key=ACTOR + "virtual_pipeline_model_parallel_size"
+    ),
     Break(STAGES, actor=FIRST1, key=ACTOR + "num_layers_in_first_pipeline_stage"),
     Break(STAGES, actor={**PP2, LAYOUT: "Et|ttL"}, key=ACTOR + LAYOUT),
-    Break(STAGES, actor={**PP2, **FIRST1, LAYOUT: "Et|t*3L"}, key=ACTOR + "num_layers_in_first_pipeline_stage"),
-    *(Break("No-op layers have distinct", actor={"noop_layers": positions}) for positions in ([2, 9], [2, 2])),
-    *(Break("A hybrid pattern has", actor={"hybrid_layer_pattern": pattern}) for pattern in ("M-*-*-*-", "*-*-*-")),
+    Break(
+        STAGES,
+        actor={**PP2, **FIRST1, LAYOUT: "Et|t*3L"},
+        key=ACTOR + "num_layers_in_first_pipeline_stage",
+    ),
+    *(
+        Break("No-op layers have distinct", actor={"noop_layers": positions})
+        for positions in ([2, 9], [2, 2])
+    ),
+    *(
+        Break("A hybrid pattern has", actor={"hybrid_layer_pattern": pattern})
+        for pattern in ("M-*-*-*-", "*-*-*-")
+    ),
     Break("A hybrid pattern has", actor={"hybrid_layer_pattern": "*-" * 4}, model=EXPERTS),
-    Break("A hybrid pattern", actor={"noop_layers": [1], "hybrid_layer_pattern": "*-" * 4}, key=ACTOR + "noop_layers"),
+    Break(
+        "A hybrid pattern",
+        actor={"noop_layers": [1], "hybrid_layer_pattern": "*-" * 4},
+        key=ACTOR + "noop_layers",
+    ),
     Break(
         "hybrid_layer_pattern consists",
         actor={"hybrid_layer_pattern": "*-" * 4},
@@ -134,26 +166,44 @@ SIZE_BREAKS = (
         model=EXPERTS,
         key=GENERATE + "infer_expert_parallel_size",
     ),
-    Break(INFER_WORLD, generate={**INFER_EP4, INFER_PP: 2}, model=EXPERTS, key=GENERATE + "infer_expert_parallel_size"),
+    Break(
+        INFER_WORLD,
+        generate={**INFER_EP4, INFER_PP: 2},
+        model=EXPERTS,
+        key=GENERATE + "infer_expert_parallel_size",
+    ),
     Break(INFER_CUTS, 3, generate=INFER_TP3, model={**EXPERTS, **SIX_HEADS}),
     Break(INFER_CUTS, 3, generate=INFER_TP3, model={**DENSE, **SIX_HEADS, "vocab_size": 60}),
     Break("infer_tensor_parallel_size x", generate={"infer_data_parallel_size": 3}),
     Break(COUNTS, 8, generate={INFER_PP: 8}),
     Break(COUNTS, generate=INFER_EP2, key=GENERATE + "infer_expert_parallel_size"),
-    Break(COUNTS, 16, generate=INFER_EP16, model=EXPERTS, key=GENERATE + "infer_expert_parallel_size"),
+    Break(
+        COUNTS, 16, generate=INFER_EP16, model=EXPERTS, key=GENERATE + "infer_expert_parallel_size"
+    ),
 )
 TRAINER_BREAKS = (
     Break("target_modules are linear layers", actor={"lora": {"target_modules": ["q_proj"]}}),
     Break("target_modules is not empty", actor={"lora": {"target_modules": []}}),
     Break(
         "overlap_param_gather needs",
-        actor={"use_distributed_optimizer": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
+        actor={
+            "use_distributed_optimizer": False,
+            "overlap_param_gather": True,
+            "overlap_grad_reduce": True,
+        },
     ),
     Break("overlap_param_gather needs", actor={"overlap_param_gather": True}),
-    Break("Every pattern matches a parameter", actor={"frozen_parameters": ["embedding.*", "decoder.layers.4.*"]}),
+    Break(
+        "Every pattern matches a parameter",
+        actor={"frozen_parameters": ["embedding.*", "decoder.layers.4.*"]},
+    ),
     Break("At least one trained parameter", actor={"frozen_parameters": ["*"]}),
-    Break("At least one trained parameter", actor={"frozen_parameters": ["*.adapter.*"], "lora": {}}),
-    Break("With fsdp, keys that only", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"),
+    Break(
+        "At least one trained parameter", actor={"frozen_parameters": ["*.adapter.*"], "lora": {}}
+    ),
+    Break(
+        "With fsdp, keys that only", actor={**FSDP, **TP2}, key=ACTOR + "tensor_model_parallel_size"
+    ),
     *(
         Break("replicas divides the number of ranks", actor={"fsdp": fsdp})
         for fsdp in (
@@ -220,7 +270,10 @@ GENERATE_BREAKS = (
         generate={"check_compute": "exact", "quantization": "fp8"},
         valid={"generate": {"check_compute": "exact", "quantization": "none"}},
     ),
-    Break("check_compute: exact needs", generate={"check_compute": "exact", "servers": ["http://127.0.0.1:1"]}),
+    Break(
+        "check_compute: exact needs",
+        generate={"check_compute": "exact", "servers": ["http://127.0.0.1:1"]},
+    ),
     Break(
         "check_compute: exact needs",
         actor={"params_dtype": "float32"},
@@ -228,7 +281,11 @@ GENERATE_BREAKS = (
     ),
     Break("router_replay needs", generate={"router_replay": True}),
     Break("router_replay needs", actor=FSDP, generate={"router_replay": True}, model=EXPERTS),
-    Break("router_replay needs", generate={"router_replay": True, "servers": ["http://127.0.0.1:1"]}, model=EXPERTS),
+    Break(
+        "router_replay needs",
+        generate={"router_replay": True, "servers": ["http://127.0.0.1:1"]},
+        model=EXPERTS,
+    ),
     Break("router_replay needs", generate={"router_replay": True, INFER_PP: 2}, model=EXPERTS),
     Break(
         "router_replay needs",
@@ -294,8 +351,18 @@ GENERATE_BREAKS = (
             ("vllm has arguments whose values", "worker_extension_cls", "somebody.Extension", ""),
             ("vllm has arguments whose values", "of_a_later_version", True, ""),
             ("vllm has arguments whose values", "block_siz", 32, ""),
-            ("vllm has arguments", "compilation_config", {"backend": "somebody.make"}, "compilation_config.backend"),
-            ("Speculative decoding has no draft", "speculative_config", {"method": "eagle", "model": "draft"}, ""),
+            (
+                "vllm has arguments",
+                "compilation_config",
+                {"backend": "somebody.make"},
+                "compilation_config.backend",
+            ),
+            (
+                "Speculative decoding has no draft",
+                "speculative_config",
+                {"method": "eagle", "model": "draft"},
+                "",
+            ),
             ("Speculative decoding has no draft", "speculative_config", {"model": "draft"}, ""),
             ("Speculative decoding has no draft", "spec_model", "draft", ""),
             ("Speculative decoding by mtp", "spec_method", "mtp", ""),
@@ -304,7 +371,11 @@ GENERATE_BREAKS = (
 )
 CRITIC_BREAKS = (
     Break("A layout of stages needs", actor=PP2, critic={LAYOUT: "Ett|ttL"}),
-    Break("The critic has as many model chunks", actor={**PP2, **VPP2}, critic={"model": ".", LAYOUT: "Ett|ttL"}),
+    Break(
+        "The critic has as many model chunks",
+        actor={**PP2, **VPP2},
+        critic={"model": ".", LAYOUT: "Ett|ttL"},
+    ),
 )
 BREAKS = (*MODEL_BREAKS, *SIZE_BREAKS, *TRAINER_BREAKS, *GENERATE_BREAKS, *CRITIC_BREAKS)
 
@@ -312,7 +383,9 @@ BREAKS = (*MODEL_BREAKS, *SIZE_BREAKS, *TRAINER_BREAKS, *GENERATE_BREAKS, *CRITI
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     write_config(directory, case.model)
     config = HybridConfig(**values_of(case, directory))
-    context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
+    context = JobContext(
+        config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config
+    )
     rules = (*training_rules.rules_of_trainer(context), *INFERENCE)
     broken = [(rule, violation.key) for rule in rules for violation in rule.find(context)]
     if case.critic is not None:
@@ -337,7 +410,9 @@ def _megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cases() -> Iterator[ParameterSet]:
     """Yield the cases; Megatron's own fields are known only if it is installed."""
-    needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="without megatron-core")
+    needs_megatron = pytest.mark.skipif(
+        find_spec("megatron") is None, reason="without megatron-core"
+    )
     for case in BREAKS:
         marks = [needs_megatron, pytest.mark.slow] if "overrides" in case.actor else []
         yield pytest.param(case, id=f"{case.rule}: {case.key}", marks=marks)
@@ -345,7 +420,11 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize("case", list(cases()))
 def test_a_broken_rule_is_found(case: Break, tmp_path: Path) -> None:
-    broken = [(rule.key, key) for rule, key in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
+    broken = [
+        (rule.key, key)
+        for rule, key in broken_by(case, tmp_path)
+        if rule.rule.startswith(case.rule)
+    ]
     assert any(key == (case.key or rule_key) for rule_key, key in broken), broken
     with pytest.raises(ConfigError) as caught:
         load_config(values_of(case, tmp_path), case.world_size)
@@ -355,7 +434,9 @@ def test_a_broken_rule_is_found(case: Break, tmp_path: Path) -> None:
         assert not [rule for rule, _ in kept if rule.rule.startswith(case.rule)]
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda constraint: f"{constraint.key}: {constraint.rule}")
+@pytest.mark.parametrize(
+    "constraint", CONSTRAINTS, ids=lambda constraint: f"{constraint.key}: {constraint.rule}"
+)
 def test_every_rule_has_a_case_that_breaks_it(constraint: Constraint) -> None:
     assert any(constraint.rule.startswith(case.rule) for case in BREAKS)
 
@@ -366,7 +447,9 @@ def test_keys_of_rules_exist() -> None:
         for key in constraint.key.split("."):
             assert key in section.model_fields, constraint.key
             annotation = section.model_fields[key].annotation
-            section = next(kind for kind in (*get_args(annotation), annotation) if kind is not type(None))
+            section = next(
+                kind for kind in (*get_args(annotation), annotation) if kind is not type(None)
+            )
 
 
 @pytest.mark.parametrize(
@@ -380,7 +463,13 @@ def test_keys_of_rules_exist() -> None:
         ({"lora": {"rank": 4}}, ADAPTER, MTP, None, "would not use the adapter"),
         ({}, {"router_replay": True}, MTP, None, "would be returned"),
         ({}, {"quantization": "fp8"}, MTP, None, "not quantised"),
-        ({}, {"vllm": {"spec_method": "mtp", "spec_model": "draft"}}, MTP, None, "is named as well"),
+        (
+            {},
+            {"vllm": {"spec_method": "mtp", "spec_model": "draft"}},
+            MTP,
+            None,
+            "is named as well",
+        ),
     ],
 )
 def test_a_drafter_of_mtp_layers_is_refused_by_name(
@@ -391,24 +480,35 @@ def test_a_drafter_of_mtp_layers_is_refused_by_name(
     reason: str,
     tmp_path: Path,
 ) -> None:
-    values = values_of(Break("", actor=actor, generate={**DRAFTS, **generate}, model=model), tmp_path)
+    values = values_of(
+        Break("", actor=actor, generate={**DRAFTS, **generate}, model=model), tmp_path
+    )
     write_config(tmp_path, model)
     with pytest.raises(ConfigError) as caught:
         load_config(values, 4, num_mtp_layers=num_mtp_layers)
-    (violation,) = [finding for finding in caught.value.findings if finding.code == "mtp-unsupported"]
+    (violation,) = [
+        finding for finding in caught.value.findings if finding.code == "mtp-unsupported"
+    ]
     assert violation.key.startswith("generate_config.vllm.spec")
     assert reason in violation.problem
 
 
 def test_a_drafter_reads_the_mtp_layers(tmp_path: Path) -> None:
     values = values_of(Break("", model=write_config(tmp_path, MTP) and MTP), tmp_path)
-    unserved = [load_config({**values, "generate_config": generate}, 4).table().unserved for generate in ({}, DRAFTS)]
+    unserved = [
+        load_config({**values, "generate_config": generate}, 4).table().unserved
+        for generate in ({}, DRAFTS)
+    ]
     assert unserved == [("model.layers.4.",), ()]
 
 
 def test_loading_weights_only_skips_rules_of_computing(tmp_path: Path) -> None:
     actor = {**TP2, "context_parallel_size": 2}
-    values = {"model": write_config(tmp_path, EXPERTS), "random_weights": True, "actor_config": actor}
+    values = {
+        "model": write_config(tmp_path, EXPERTS),
+        "random_weights": True,
+        "actor_config": actor,
+    }
     config = load_config(values, 4, weights_only=True)
     assert {violation.key for violation in find_violations(config, 4)} == {
         "actor_config.context_parallel_size",
@@ -419,23 +519,35 @@ def test_loading_weights_only_skips_rules_of_computing(tmp_path: Path) -> None:
 def test_a_training_model_is_checked_without_an_inference_side() -> None:
     table = table_for(EXPERTS)
     assert broken_rules(TrainingContext(ActorConfig(**TP2, **SP), table, 4)) == []
-    context = TrainingContext(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
+    context = TrainingContext(
+        ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4
+    )
     computes: tuple[dict[str, bool], ...] = ({}, {"weights_only": True}, {"own_loop": True})
     keys = [[violation.key for violation in broken_rules(context, **flags)] for flags in computes]
     assert keys == [
-        ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
+        [
+            "actor_config.noop_layers",
+            "actor_config.context_parallel_size",
+            "actor_config.sequence_parallel",
+        ],
         ["actor_config.noop_layers"],
         ["actor_config.noop_layers"],
     ]
 
 
-def test_expert_tensor_parallelism_without_ep_needs_megatron_core_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_tensor_parallelism_without_ep_needs_megatron_core_0_19(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context = TrainingContext(ActorConfig(**TP2, **SP, **ETP1), table_for(EXPERTS), 2)
     keys = {}
     for version in ("0.18.2", "0.19.0", ""):  # "": not installed
-        monkeypatch.setattr(training_rules, "_megatron_core_version", lambda version=version: version)
+        monkeypatch.setattr(
+            training_rules, "_megatron_core_version", lambda version=version: version
+        )
         keys[version] = [violation.key for violation in broken_rules(context)]
-        assert keys[version] == [violation.key for violation in broken_rules(context, own_loop=True)]
+        assert keys[version] == [
+            violation.key for violation in broken_rules(context, own_loop=True)
+        ]
         assert broken_rules(context, weights_only=True) == []
     assert keys == {"0.18.2": ["actor_config.expert_tensor_parallel_size"], "0.19.0": [], "": []}
 
@@ -452,10 +564,20 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
         "overrides": {"ddp": {"bucket_size": 1}},
     }
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, **megatron_keys}}, 4)
-    assert {violation.key for violation in caught.value.findings} == {f"actor_config.{key}" for key in megatron_keys}
+        load_config(
+            {"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, **megatron_keys}},
+            4,
+        )
+    assert {violation.key for violation in caught.value.findings} == {
+        f"actor_config.{key}" for key in megatron_keys
+    }
     config = load_config(
-        {"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, "tensor_model_parallel_size": 1}}, 4
+        {
+            "model": tmp_path,
+            "random_weights": True,
+            "actor_config": {**FSDP, "tensor_model_parallel_size": 1},
+        },
+        4,
     )
     assert config.train_sizes(4) == ShardedParallelism(4)
 
@@ -463,7 +585,11 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "lora", "is_known"),
     [
-        ("decoder.layers.3.mlp.experts.linear_fc1.weight7", False, True),  # Transformer Engine's name
+        (
+            "decoder.layers.3.mlp.experts.linear_fc1.weight7",
+            False,
+            True,
+        ),  # Transformer Engine's name
         ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight", False, True),
         ("decoder.layers.3.mlp.experts.local_experts.8.*", False, False),
         ("*.linear_qkv.weight", False, True),
@@ -473,8 +599,12 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
         ("*.linear_fc1.adapter.*", True, False),
     ],
 )
-def test_frozen_parameters_match_names_of_megatron(pattern: str, lora: bool, is_known: bool) -> None:
+def test_frozen_parameters_match_names_of_megatron(
+    pattern: str, lora: bool, is_known: bool
+) -> None:
     adapters = {"lora": {"target_modules": ["linear_qkv"]}} if lora else {}
     actor = ActorConfig(frozen_parameters=[pattern], **adapters)
     violations = broken_rules(TrainingContext(actor, table_for(EXPERTS), 1))
-    assert [violation.key for violation in violations] == ([] if is_known else ["actor_config.frozen_parameters"])
+    assert [violation.key for violation in violations] == (
+        [] if is_known else ["actor_config.frozen_parameters"]
+    )

@@ -35,10 +35,20 @@ def keys_of(config: HybridConfig, world_size: int) -> set[str]:
 
 def test_missing_keys_have_the_values_of_the_actor(dense: Path) -> None:
     actor = {**TP2, **PP2, "params_dtype": "float32", "micro_batch_size": 4, "seed": 7, "lora": {}}
-    actor |= {"optimizer": {"lr": 1e-3}, "num_layers_in_first_pipeline_stage": 1, "frozen_parameters": ["embedding.*"]}
-    critic = critic_of(configured(dense, actor, {"micro_batch_size": 2, "optimizer": {"lr": 1e-2}}), 4)
+    actor |= {
+        "optimizer": {"lr": 1e-3},
+        "num_layers_in_first_pipeline_stage": 1,
+        "frozen_parameters": ["embedding.*"],
+    }
+    critic = critic_of(
+        configured(dense, actor, {"micro_batch_size": 2, "optimizer": {"lr": 1e-2}}), 4
+    )
     built = critic.actor
-    assert (built.tensor_model_parallel_size, built.num_layers_in_first_pipeline_stage, built.seed) == (2, 1, 7)
+    assert (
+        built.tensor_model_parallel_size,
+        built.num_layers_in_first_pipeline_stage,
+        built.seed,
+    ) == (2, 1, 7)
     assert (built.micro_batch_size, built.optimizer.lr, built.params_dtype) == (2, 1e-2, "float32")
     assert (built.lora, built.frozen_parameters) == (None, ())
     assert critic.table.shapes[VALUE_HEAD] == (1, 64)
@@ -54,7 +64,9 @@ def test_rules_of_a_step_apply_to_the_critic_by_its_keys(dense: Path) -> None:
 
 def test_the_plan_counts_gradients_in_their_dtype(dense: Path) -> None:
     def train_nbytes(num_ranks: int, dtype: str, ddp: dict[str, bool]) -> tuple[int, int]:
-        config = HybridConfig(model=dense, actor_config={"params_dtype": dtype, "overrides": {"ddp": ddp}})
+        config = HybridConfig(
+            model=dense, actor_config={"params_dtype": dtype, "overrides": {"ddp": ddp}}
+        )
         phases = memory_plan(config, num_ranks).phases
         return int(phases["train"].total.max()), int(phases["forward"].total.max())
 
@@ -63,7 +75,9 @@ def test_the_plan_counts_gradients_in_their_dtype(dense: Path) -> None:
         nbytes, _ = train_nbytes(num_ranks, "bfloat16", {"grad_reduce_in_fp32": False})
         # 2 bytes less per parameter, 4 more for the shard that the step converts.
         assert nbytes - usual == pytest.approx(parameters * (-1 + 2 / num_ranks), abs=8)
-        in_float32 = [train_nbytes(num_ranks, "float32", ddp) for ddp in ({}, {"grad_reduce_in_fp32": False})]
+        in_float32 = [
+            train_nbytes(num_ranks, "float32", ddp) for ddp in ({}, {"grad_reduce_in_fp32": False})
+        ]
         assert in_float32[0] == in_float32[1]
 
 
@@ -76,7 +90,9 @@ def test_a_critic_with_another_model_has_its_own_stages(dense: Path, tmp_path: P
     interleaved = critic_of(configured(dense, {**PP2, **VPP2}, {"model": deep}), 4).actor
     assert interleaved.virtual_pipeline_model_parallel_size == 2
     experts = write_config(tmp_path / "experts", EXPERTS)
-    with_experts = configured(experts, {**TP2, **SP, "expert_model_parallel_size": 2}, {"model": dense})
+    with_experts = configured(
+        experts, {**TP2, **SP, "expert_model_parallel_size": 2}, {"model": dense}
+    )
     assert critic_of(with_experts, 4).actor.expert_model_parallel_size == 1
     assert find_violations(with_experts, 4) == []
 
@@ -85,7 +101,9 @@ def test_mtp_layers_are_removed_from_the_stages(tmp_path: Path) -> None:
     latent = {"architectures": ["DeepseekV3ForCausalLM"]}
     from tests.zoo.families import tiny_config
 
-    model = write_config(tmp_path / "mtp", {**tiny_config("deepseek_v3", num_nextn_predict_layers=1), **latent})
+    model = write_config(
+        tmp_path / "mtp", {**tiny_config("deepseek_v3", num_nextn_predict_layers=1), **latent}
+    )
     config = configured(model, {**PP2, "pipeline_model_parallel_layout": "Ett|tmL"}, {})
     assert critic_of(config, 2).actor.pipeline_model_parallel_layout == "Ett|tL"
     assert find_violations(config, 2) == []
@@ -105,7 +123,9 @@ def test_violations_of_the_critic_are_marked(dense: Path, tmp_path: Path) -> Non
 
 def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
     small = {**DENSE, "vocab_size": 128}
-    model, deep = (write_config(tmp_path / f"{n}", {**small, "num_hidden_layers": n}) for n in (4, 16))
+    model, deep = (
+        write_config(tmp_path / f"{n}", {**small, "num_hidden_layers": n}) for n in (4, 16)
+    )
     config = configured(model, TP2, {"model": deep})
     plan = memory_plan(config, 4)
     train = plan.phases["train"].total.max()
@@ -133,7 +153,9 @@ def test_a_job_that_exceeds_its_device_for_certain_is_refused(tmp_path: Path) ->
     room = max(nbytes[name] for name in nbytes if name != "reference")
     assert nbytes["reference"] > room
     require_room(config, 4, room)  # a reference exists with a KL term only
-    with pytest.raises(ConfigError, check=has_violations(("actor_config", "over-budget"), exactly=False)):
+    with pytest.raises(
+        ConfigError, check=has_violations(("actor_config", "over-budget"), exactly=False)
+    ):
         require_room(config, 4, room // 2)
     for changes in (
         {"actor_config": {"frozen_parameters": ["decoder.*"]}},
@@ -153,9 +175,13 @@ def test_a_job_that_exceeds_its_device_for_certain_is_refused(tmp_path: Path) ->
     ],
     ids=["lora", "fsdp", "blocks", "experts in one tensor"],
 )
-def test_a_budget_needs_planned_memory(dense: Path, tmp_path: Path, changes: Values, name: str) -> None:
+def test_a_budget_needs_planned_memory(
+    dense: Path, tmp_path: Path, changes: Values, name: str
+) -> None:
     model = write_config(tmp_path / name, small_config(name)) if name else dense
     config = HybridConfig(model=model, device_budget_gib=1, **changes)
-    assert [violation.key for violation in find_violations(config, 2, own_loop=True)] == ["device_budget_gib"]
+    assert [violation.key for violation in find_violations(config, 2, own_loop=True)] == [
+        "device_budget_gib"
+    ]
     with violated(ConfigError, ("device_budget_gib", "not-planned")):
         memory_plan(config, 2)

@@ -38,27 +38,57 @@ SCALARS = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=20),
-    st.sampled_from([10**6, 2**31, 2**63, 2**80, -(2**80), 1.5, 4.0, -1.0, 1e308, 5e-324, float("inf"), float("nan")]),
-    st.sampled_from(["", "4", "x" * 1000, "silu", "yarn", "llama3", "auto", "sliding_attention", "\ud800", "\0"]),
+    st.sampled_from(
+        [
+            10**6,
+            2**31,
+            2**63,
+            2**80,
+            -(2**80),
+            1.5,
+            4.0,
+            -1.0,
+            1e308,
+            5e-324,
+            float("inf"),
+            float("nan"),
+        ]
+    ),
+    st.sampled_from(
+        ["", "4", "x" * 1000, "silu", "yarn", "llama3", "auto", "sliding_attention", "\ud800", "\0"]
+    ),
     st.sampled_from(["1e-6", "０_2", "Et*999999999|L", "(t|)*99999L", "*", "float32", "bfloat16"]),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
 ROPE = st.fixed_dictionaries(
     {},
     optional={
-        "rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"]) | VALUES,
+        "rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
+        | VALUES,
         "type": st.sampled_from(["linear", "yarn"]) | VALUES,
-        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), st.sampled_from([1.0, 4, 8.0]) | VALUES),
+        **dict.fromkeys(
+            ("factor", "low_freq_factor", "high_freq_factor"),
+            st.sampled_from([1.0, 4, 8.0]) | VALUES,
+        ),
         "original_max_position_embeddings": st.just(16) | VALUES,
         "rope_theta": st.just(1e4) | VALUES,
-        **dict.fromkeys(("mscale", "mscale_all_dim", "full_attention", "sliding_attention"), VALUES),
+        **dict.fromkeys(
+            ("mscale", "mscale_all_dim", "full_attention", "sliding_attention"), VALUES
+        ),
     },
 )
 KINDS = st.lists(st.sampled_from(["full_attention", "sliding_attention"]) | VALUES, max_size=5)
-TRAIN_SIZES = st.sampled_from([{}, *({f"{size}_model_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
-INFER_SIZES = st.sampled_from([{}, *({f"infer_{size}_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
+TRAIN_SIZES = st.sampled_from(
+    [{}, *({f"{size}_model_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))]
+)
+INFER_SIZES = st.sampled_from(
+    [{}, *({f"infer_{size}_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))]
+)
 WORLD_SIZES = st.just(2) | st.integers(-1, 8) | st.integers() | st.booleans()
 Sizes = dict[str, int]
 
@@ -75,7 +105,9 @@ def model_configs(draw: st.DrawFn) -> Any:
     is_served = family in SERVED_VARIANTS and draw(st.booleans())
     config = served_config(family) if is_served else tiny_config(family)
     keys = st.sampled_from(_keys_of(config))
-    for change in draw(st.lists(st.sampled_from(["drop", "set", "exchange", "rope", "kinds", "whole"]), max_size=3)):
+    for change in draw(
+        st.lists(st.sampled_from(["drop", "set", "exchange", "rope", "kinds", "whole"]), max_size=3)
+    ):
         match change:
             case "drop":
                 config.pop(draw(keys), None)
@@ -105,7 +137,9 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     """Contents of a configuration without `model`."""
     keys = {"actor_config": sections(ActorConfig), "generate_config": sections(GenerateConfig)}
     others = dict.fromkeys(sorted(HybridConfig.model_fields.keys() - {*keys, "model"}), VALUES)
-    return draw(st.fixed_dictionaries({}, optional={**keys, **others})) if draw(st.booleans()) else {}
+    return (
+        draw(st.fixed_dictionaries({}, optional={**keys, **others})) if draw(st.booleans()) else {}
+    )
 
 
 @dataclass
@@ -123,12 +157,20 @@ class Tally:
 
 
 def check(
-    directory: Path, config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes, tally: Tally
+    directory: Path,
+    config: Any,
+    values: dict[str, Any],
+    ranks: int,
+    train: Sizes,
+    infer: Sizes,
+    tally: Tally,
 ) -> None:
     """Run `load_config`, `plan`, `verify` and `HybridEngine`'s parsing; other errors propagate."""
     (directory / "config.json").write_text(json.dumps(config))  # may be invalid on purpose
     steps = {
-        "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, ranks),
+        "load_config": lambda: load_config(
+            {"model": str(directory), "random_weights": True, **values}, ranks
+        ),
         "plan": lambda: _plan(directory, train, infer),
         "verify": lambda: _reduce(directory),
         "rollout_config": lambda: generate_values(values.get("generate_config", {})),
@@ -138,7 +180,9 @@ def check(
         try:
             step()
         except ConfigError as error:
-            if not all(finding.key and finding.problem and finding.remedy for finding in error.findings):
+            if not all(
+                finding.key and finding.problem and finding.remedy for finding in error.findings
+            ):
                 raise AssertionError("a finding lacks a part") from error
             str(error).encode()  # raises if it cannot be printed
             if max(map(len, str(error).splitlines())) >= LONGEST_LINE:
@@ -169,9 +213,13 @@ def run(examples: int) -> Tally:
         (Path(directory) / "small").mkdir()
 
         # Every run is independent.
-        @hypothesis.settings(max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate])
+        @hypothesis.settings(
+            max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate]
+        )
         @hypothesis.given(model_configs(), configurations(), WORLD_SIZES, TRAIN_SIZES, INFER_SIZES)
-        def try_one(config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes) -> None:
+        def try_one(
+            config: Any, values: dict[str, Any], ranks: int, train: Sizes, infer: Sizes
+        ) -> None:
             check(Path(directory), config, values, ranks, train, infer, tally)
 
         try_one()
@@ -183,4 +231,8 @@ def test_random_configurations_are_refused_or_planned_in_a_short_time() -> None:
     tally = run(hypothesis.settings.default.max_examples)
     print(f"slowest: {tally.slowest:.2f} s", *sorted(tally.counts.items()), sep="\n")
     assert tally.slow == []
-    assert all(tally.counts[f"{name}: {end}"] for name in ("plan", "verify") for end in ("accepted", "refused"))
+    assert all(
+        tally.counts[f"{name}: {end}"]
+        for name in ("plan", "verify")
+        for end in ("accepted", "refused")
+    )

@@ -36,7 +36,9 @@ def wrong_keys(overrides: dict[str, Any]) -> set[str]:
     alone = TrainingContext(actor, TABLE, 1)
     job = JobContext(actor, TABLE, 1, GenerateConfig())
     keys = [violation.key for violation in broken_rules(alone) if violation.key.startswith(prefix)]
-    assert set(keys) == {violation.key for violation in broken_rules(job) if violation.key.startswith(prefix)}
+    assert set(keys) == {
+        violation.key for violation in broken_rules(job) if violation.key.startswith(prefix)
+    }
     return {key.removeprefix(prefix) for key in keys}
 
 
@@ -44,7 +46,11 @@ SOUND = {
     "transformer": {
         **{"attention_dropout": 0.1, "attention_backend": "unfused", "autocast_dtype": "bfloat16"},
         **{"cpu_offloading": False, "cp_comm_type": ["p2p"], "deallocate_pipeline_outputs": True},
-        **{"init_method_std": 1, "moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": None},
+        **{
+            "init_method_std": 1,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_dtype": None,
+        },
         "transformer_impl": "local",
     },
     "optimizer": {"decoupled_lr": 1.0e-5, "loss_scale": None, "decoupled_weight_decay": False},
@@ -53,8 +59,18 @@ SOUND = {
 
 WRONG = {
     "transformer": {
-        **{"attention_backend": "flas", "attention_dropout": True, "autocast_dtype": "bf16", "fp8": "hybrid"},
-        **{"hidden_dropout": "1e-1", "hiden_dropout": 0.1, "init_method": "normal", "num_layers": 3},
+        **{
+            "attention_backend": "flas",
+            "attention_dropout": True,
+            "autocast_dtype": "bf16",
+            "fp8": "hybrid",
+        },
+        **{
+            "hidden_dropout": "1e-1",
+            "hiden_dropout": 0.1,
+            "init_method": "normal",
+            "num_layers": 3,
+        },
         **{"moe_grouped_gemm": True, "recompute_granularity": "full", "rotary_interleaved": True},
         "calculate_per_token_loss": True,
     },
@@ -65,7 +81,9 @@ WRONG = {
 
 def test_only_overrides_that_do_not_move_weights_are_accepted() -> None:
     assert wrong_keys(SOUND) == set()
-    assert wrong_keys(WRONG) == {f"{part}.{field}" for part, fields in WRONG.items() for field in fields}
+    assert wrong_keys(WRONG) == {
+        f"{part}.{field}" for part, fields in WRONG.items() for field in fields
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import torch
 
 
 def digest(tensor: torch.Tensor) -> str:
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # .numpy() would pin the live storage
+    copy = tensor.detach().clone(
+        memory_format=torch.contiguous_format
+    )  # .numpy() would pin the live storage
     return hashlib.sha256(copy.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

@@ -1,7 +1,8 @@
 """Layers of models for which megatron-core has specs with Transformer Engine only, or none.
 
-The modules are megatron-core's, except for norms. Of the packages that megatron-core imports for kernels, which no CPU
-runs, stand-ins in torch take the place: `l2norm` of flash-linear-attention, scan and gated norm of mamba_ssm.
+The modules are megatron-core's, except for norms. Of the packages that megatron-core imports for
+kernels, which no CPU runs, stand-ins in torch take the place: `l2norm` of flash-linear-attention,
+scan and gated norm of mamba_ssm.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from hybrid_engine.trainer.megatron.model_variants import ZeroCenteredRMSNorm
 
 
 class NormOverHeads(torch.nn.Module):
-    """RMSNorm over all heads of queries or keys, as in MiniMax-M2; `weight` has the elements of this rank's heads."""
+    """RMSNorm over all heads of queries or keys, as in MiniMax-M2; `weight` has the elements of
+    this rank's heads.
+    """
 
-    def __init__(self, num_heads: int, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, num_heads: int, config: TransformerConfig, hidden_size: int, eps: float
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.size = num_heads * hidden_size
@@ -45,7 +50,8 @@ class NormOverHeads(torch.nn.Module):
 
 
 def let_vllm_route_by_sigmoids() -> None:
-    """Make vLLM's router on a CPU, which takes sigmoids for groups of experts only, take one group of all experts.
+    """Make vLLM's router on a CPU, which takes sigmoids for groups of experts only, take one group
+    of all experts.
 
     A group of all experts is chosen always, so this is the routing of models without groups.
     """
@@ -62,10 +68,15 @@ def let_vllm_route_by_sigmoids() -> None:
 
 
 def with_norms_over_heads(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return layers with experts and attention whose queries and keys are normalized over all heads."""
+    """Return layers with experts and attention whose queries and keys are normalized over all
+    heads.
+    """
     layer = _attention_layer(config)
     submodules = layer.submodules.self_attention.submodules
-    for name, num_heads in (("q_layernorm", config.num_attention_heads), ("k_layernorm", config.num_query_groups)):
+    for name, num_heads in (
+        ("q_layernorm", config.num_attention_heads),
+        ("k_layernorm", config.num_query_groups),
+    ):
         setattr(submodules, name, ModuleSpec(NormOverHeads, params={"num_heads": num_heads}))
     norm = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.input_layernorm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
@@ -86,26 +97,36 @@ def with_gated_delta_nets(config: TransformerConfig) -> TransformerBlockSubmodul
         attention.q_layernorm = attention.k_layernorm = ZeroCenteredRMSNorm
         if (position + 1) % config.linear_attention_freq:
             projections = gated_delta_net.GatedDeltaNetSubmodules(
-                in_proj=ColumnParallelLinear, out_norm=ZeroCenteredRMSNorm, out_proj=RowParallelLinear
+                in_proj=ColumnParallelLinear,
+                out_norm=ZeroCenteredRMSNorm,
+                out_proj=RowParallelLinear,
             )
-            modules.self_attention = ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=projections)
+            modules.self_attention = ModuleSpec(
+                gated_delta_net.GatedDeltaNet, submodules=projections
+            )
         layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ZeroCenteredRMSNorm)
 
 
 def _attention_layer(config: TransformerConfig) -> ModuleSpec:
     return get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
 
 
 def _l2norm(values: torch.Tensor, eps: float = 1e-6, **_unused: Any) -> torch.Tensor:
-    """Return values divided by their length along the last dim, as flash-linear-attention's function does."""
+    """Return values divided by their length along the last dim, as flash-linear-attention's
+    function does.
+    """
     return values * torch.rsqrt(values.float().pow(2).sum(-1, keepdim=True) + eps).type_as(values)
 
 
 def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
-    """Return the stack of a MambaModel, with Mamba, attention and MLP by megatron-core's local modules."""
+    """Return the stack of a MambaModel, with Mamba, attention and MLP by megatron-core's local
+    modules.
+    """
     attention = _attention_layer(config).submodules
     norm = attention.input_layernorm
     mamba_mixer.HAVE_MAMBA_SSM = True
@@ -113,7 +134,9 @@ def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
     mamba_mixer.mamba_chunk_scan_combined = _scan
     # The module that has the class changed with megatron-core 0.18.
     sys.modules[mamba_block.MambaStack.__module__].TENorm = norm
-    mixer = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixer = mamba_mixer.MambaMixerSubmodules(
+        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+    )
     return ModuleSpec(
         mamba_block.MambaStack,
         submodules=mamba_block.MambaStackSubmodules(
@@ -136,7 +159,9 @@ def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
             mlp_layer=ModuleSpec(
                 MLPLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=attention.pre_mlp_layernorm, mlp=attention.mlp, mlp_bda=get_bias_dropout_add
+                    pre_mlp_layernorm=attention.pre_mlp_layernorm,
+                    mlp=attention.mlp,
+                    mlp_bda=get_bias_dropout_add,
                 ),
             ),
         ),
@@ -146,7 +171,9 @@ def one_block_per_layer(config: TransformerConfig) -> ModuleSpec:
 class GatedGroupNorm(torch.nn.Module):
     """RMSNorm of groups after a gate, in place of mamba_ssm's `RMSNorm`, with its arguments."""
 
-    def __init__(self, hidden: int, eps: float, group_size: int, dtype: torch.dtype, **_unused: Any) -> None:
+    def __init__(
+        self, hidden: int, eps: float, group_size: int, dtype: torch.dtype, **_unused: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.group_size = group_size
@@ -169,9 +196,11 @@ def _scan(
     _chunk_size: int,
     **settings: Any,
 ) -> torch.Tensor:
-    """Return the outputs of Mamba-2, token by token, in place of mamba_ssm's `mamba_chunk_scan_combined`.
+    """Return the outputs of Mamba-2, token by token, in place of mamba_ssm's
+    `mamba_chunk_scan_combined`.
 
-    x: [batch, length, heads, head size]; dt: [batch, length, heads]; a: [heads]; b, c: [batch, length, groups, state].
+    x: [batch, length, heads, head size]; dt: [batch, length, heads]; a: [heads]; b, c: [batch,
+    length, groups, state].
     """
     steps = torch.nn.functional.softplus(dt.float() + settings["dt_bias"])
     per_group = x.shape[2] // b.shape[2]

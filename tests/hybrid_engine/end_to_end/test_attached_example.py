@@ -29,7 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_ROUNDS = 2
 NUM_STEPS = 4
-VERIFIED = {**example.CONFIG["generate_config"], "verify": "full", "bucket_mb": 1, "kv_cache_mb": 16}
+VERIFIED = {
+    **example.CONFIG["generate_config"],
+    "verify": "full",
+    "bucket_mb": 1,
+    "kv_cache_mb": 16,
+}
 WRONG = {
     "tensor_model_parallel_size": 1,
     "params_dtype": "bfloat16",
@@ -40,36 +45,52 @@ WRONG = {
 
 @on_engines(2)
 def test_an_attached_engine_leaves_training_bitwise_equal() -> None:
-    """Also without `prepare`, which is warned of, and with a distributed optimizer or without one."""
+    """Also without `prepare`, which is warned of; with a distributed optimizer or without one."""
     with left_out("hybrid_engine.trainer"):  # the loop is the user's
-        hybrid_engine.prepare().__exit__(None, None, None)  # applies the patches for the runs without an engine
+        hybrid_engine.prepare().__exit__(
+            None, None, None
+        )  # applies the patches for the runs without an engine
         with built() as (model, optimizer):
             plain = [example.train(model, optimizer, NUM_STEPS) for _ in range(NUM_ROUNDS)]
             plain.append(example.train(model, optimizer, 1))
             check_refusals(model, optimizer)
         assert len(set(plain)) == len(plain)
         assert loose_parameters(moved=True) == loose_parameters(moved=False)
-        with warnings_of_prepare() as warned, hybrid_engine.prepare(), built() as (model, optimizer):
+        with (
+            warnings_of_prepare() as warned,
+            hybrid_engine.prepare(),
+            built() as (model, optimizer),
+        ):
             assert rounds(model, optimizer) == plain
         assert warned == []
         with warnings_of_prepare() as warned, built() as (model, optimizer):
             assert rounds(model, optimizer) == plain
         (text,) = warned
-        start = rf"rank {os.environ['RANK']}: [1-9][\d.]* MiB of parameters and gradients are in ordinary memory, since"
+        start = (
+            rf"rank {os.environ['RANK']}: [1-9][\d.]* MiB of parameters and gradients "
+            r"are in ordinary memory, since"
+        )
         assert re.match(start, text)
 
 
 def rounds(model: torch.nn.Module, optimizer: Any) -> list[float]:
-    """Return the losses of rounds with switches that compare all weights, and of a step after the engine was shut down.
+    """Return the losses of rounds with switches that compare all weights, and of a step after the
+    engine was shut down.
 
     A setting that vLLM lacks fails the first switch before.
     """
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
     config = model.module.config
-    with mock.patch.object(config, "glu_linear_offset", 100.0), pytest.raises(ComputationError) as caught:
+    with (
+        mock.patch.object(config, "glu_linear_offset", 100.0),
+        pytest.raises(ComputationError) as caught,
+    ):
         engine.sharding.enter(State.INFER)
     text = str(caught.value)
-    assert "vLLM does not compute what the trainer computes: log-probabilities of 28 tokens are" in text
+    assert (
+        "vLLM does not compute what the trainer computes: log-probabilities of 28 tokens are"
+        in text
+    )
     assert "the trainer has TransformerConfig.glu_linear_offset 100.0" in text
     assert engine.sharding.state is State.TRAIN
     losses = []
@@ -77,7 +98,9 @@ def rounds(model: torch.nn.Module, optimizer: Any) -> list[float]:
         with engine.train_context():
             losses.append(example.train(model, optimizer, NUM_STEPS))
         with engine.rollout_context():
-            completions = engine.generate(example.PROMPTS, hybrid_engine.Sampling(temperature=0.0, max_tokens=2))
+            completions = engine.generate(
+                example.PROMPTS, hybrid_engine.Sampling(temperature=0.0, max_tokens=2)
+            )
             assert [len(samples) for samples in completions] == [1, 1]
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
@@ -117,7 +140,9 @@ def check_refusals(model: Any, optimizer: Any) -> None:
     other_sizes = [(f"actor_config.{key}", "differs-from-model") for key in differing]
     unknown = ("generate_config.infer_tensor_size", "unknown-key")
     wrong = {"actor_config": WRONG, "generate_config": {"infer_tensor_size": 1}}
-    with pytest.raises(ConfigError, check=has_violations(*other_sizes, unknown, exactly=False)) as caught:
+    with pytest.raises(
+        ConfigError, check=has_violations(*other_sizes, unknown, exactly=False)
+    ) as caught:
         hybrid_engine.attach(model, optimizer, {**example.CONFIG, **wrong})
     assert all("use_distributed_optimizer" not in key for key, _ in violations_of(caught.value))
 

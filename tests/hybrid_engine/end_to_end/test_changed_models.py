@@ -1,4 +1,6 @@
-"""By default settings a switch notices a model that computes otherwise than at the last comparison, or on one rank."""
+"""By default settings a switch notices a model that computes otherwise than at the last comparison,
+or on one rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ROLLOUT = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}
 
 
 def outcome(engine: HybridEngine, change: Change) -> str:
-    """Return the code of the error of a switch after a change; else whether both sides were compared."""
+    """Return the code of the error of a switch after a change; else whether both sides were
+    compared.
+    """
     with engine.train_context():
         undo = change()
     try:
@@ -98,7 +102,10 @@ def with_fsdp(directory: Path, shard: bool) -> Iterator[tuple[HybridEngine, dict
         dist.init_process_group("gloo")
     model = sharded_models.from_config(directory)
     with HybridEngine(
-        model=model, rollout_config=ROLLOUT, train_config={} if shard else None, **({} if shard else {"shard": False})
+        model=model,
+        rollout_config=ROLLOUT,
+        train_config={} if shard else None,
+        **({} if shard else {"shard": False}),
     ) as engine:
         inner = model.model
         replica = inner.layers[1].mlp.gate.e_score_correction_bias if shard else inner.norm.weight
@@ -145,7 +152,9 @@ MODELS = {"sharded": "deepseek_v3", "whole": "qwen3", "megatron": "qwen3"}
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("changed")
-    return {family: workers.write_model(directory / family, family) for family in set(MODELS.values())}
+    return {
+        family: workers.write_model(directory / family, family) for family in set(MODELS.values())
+    }
 
 
 @on_engines({2: MODELS})
@@ -167,7 +176,9 @@ def test_a_changed_model_is_compared_again(paths: dict[str, Path], case: str) ->
             # Without its experts a router that ignores its bias may pass the comparison.
             with engine.rollout_context():
                 vllm = engine.sharding.caches  # type: ignore[attr-defined]
-                assert len(vllm.probe(torch.arange(8)[None]).routes) == 3, "each layer that has experts"
+                assert len(vllm.probe(torch.arange(8)[None]).routes) == 3, (
+                    "each layer that has experts"
+                )
         for name, change in changes.items():
             changed, after = codes[name]
             noticed = outcome(engine, change)

@@ -1,6 +1,7 @@
-"""Megatron models without a name table, attached: their layouts follow from names, and are verified by computing.
+"""Megatron models without a name table, attached: their layouts follow from names, and are verified
+by computing.
 
-    torchrun ... -m tests.hybrid_engine.end_to_end.test_derived_megatron                   # WITH_TORCHVISION
+    torchrun ... -m tests.hybrid_engine.end_to_end.test_derived_megatron     # WITH_TORCHVISION
     torchrun ... -m tests.hybrid_engine.end_to_end.test_derived_megatron FILE NUMBER ...
 
 The second compares some of `MODELS` as `verify` does, and writes the verdicts to FILE.
@@ -44,7 +45,13 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ranks.job import Job, join_process_group
 from hybrid_engine.tools.launching import run_ranks
 from hybrid_engine.tools.plan.cluster_plan import plan_job
-from hybrid_engine.tools.verify.comparison import NUM_SWITCHES, Comparison, Verdict, join, tokens_and_labels
+from hybrid_engine.tools.verify.comparison import (
+    NUM_SWITCHES,
+    Comparison,
+    Verdict,
+    join,
+    tokens_and_labels,
+)
 from hybrid_engine.tools.verify.reference import Reference
 from hybrid_engine.trainer.megatron.specs import LatentAttention, LatentDotProductAttention
 from tests.harness.errors import violated
@@ -168,11 +175,18 @@ MODELS = [
         outside={"position_embedding_type": "yarn", "rotary_base": 1_000_000},
     ),
     Model("GraniteForCausalLM", layers={"softmax_scale": 1.0}),
-    Model("SmolLM3ForCausalLM", layers={"no_rope_freq": 4}, outside={"rotary_base": 2_000_000, **TIED}),
+    Model(
+        "SmolLM3ForCausalLM", layers={"no_rope_freq": 4}, outside={"rotary_base": 2_000_000, **TIED}
+    ),
     GLM,
     Model(
         "Glm4MoeLiteForCausalLM",
-        layers={**EXPERTS, **LATENT, "layernorm_epsilon": 1e-5, "moe_router_topk_scaling_factor": 1.8},
+        layers={
+            **EXPERTS,
+            **LATENT,
+            "layernorm_epsilon": 1e-5,
+            "moe_router_topk_scaling_factor": 1.8,
+        },
         parallel={"expert_model_parallel_size": 2},
     ),
     Model(
@@ -230,7 +244,12 @@ MODELS = [
 MODELS.append(replace(MODELS[-1], parallel={"pipeline_model_parallel_size": 2}, infer={}))
 
 WITH_TORCHVISION = [
-    replace(QWEN3_NEXT, architecture="Qwen3_5ForCausalLM", layers=DELTA_NETS, parallel=MODELS[0].parallel),
+    replace(
+        QWEN3_NEXT,
+        architecture="Qwen3_5ForCausalLM",
+        layers=DELTA_NETS,
+        parallel=MODELS[0].parallel,
+    ),
     replace(QWEN3_NEXT, architecture="Qwen3_5MoeForCausalLM"),
 ]
 """Models of text for which vLLM imports torchvision (see `tests/vision_path`)."""
@@ -251,7 +270,9 @@ def test_models_for_which_vllm_imports_torchvision() -> None:
 
 
 def check_switches(models: Sequence[Model] = MODELS) -> list[Values]:
-    """Compare what each model's engine generates with transformers and equal weights; return the live plans."""
+    """Compare what each model's engine generates with transformers and equal weights; return the
+    live plans.
+    """
     join_process_group(120)
     hybrid_engine.prepare()
     let_vllm_route_by_sigmoids()
@@ -263,10 +284,16 @@ def planned() -> list[list[Values]]:
     plans = []
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "config.json").write_text(json.dumps(small_config(model.architecture)))
+            (Path(directory) / "config.json").write_text(
+                json.dumps(small_config(model.architecture))
+            )
             actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1}
             actor["params_dtype"] = str(model.dtype).removeprefix("torch.")
-            values = {"model": directory, "actor_config": actor, "generate_config": {**GENERATE, **model.infer}}
+            values = {
+                "model": directory,
+                "actor_config": actor,
+                "generate_config": {**GENERATE, **model.infer},
+            }
             config = load_config(values, 2, weights_only=True, own_weights=True, own_loop=True)
             job = plan_job(config, 2)
             plans.append([_facts(job.plan_of(rank), rank) for rank in range(2)])
@@ -283,7 +310,9 @@ def test_megatron_computes_what_transformers_does_in_float32() -> None:
     hybrid_engine.prepare()
     for model in (*MODELS, *WITH_TORCHVISION):
         if model.dtype != torch.float32:
-            assert _gap_in_float32(replace(model, dtype=torch.float32), job) < 1e-3, model.architecture
+            assert _gap_in_float32(replace(model, dtype=torch.float32), job) < 1e-3, (
+                model.architecture
+            )
 
 
 def _gap_in_float32(model: Model, job: Job) -> float:
@@ -297,7 +326,9 @@ def _gap_in_float32(model: Model, job: Job) -> float:
         torch.distributed.broadcast_object_list(place)
         save_hf_checkpoint(f"{place[0]}/saved", live.weights.merged, table, job, directory)
         twin = _reader(f"{place[0]}/saved", model.architecture)
-        expected = twin(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        expected = (
+            twin(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        )
         torch.distributed.barrier()
         live.close()
     return float((answer.log_probs - expected).abs().max())
@@ -307,9 +338,13 @@ def _facts(plan: ReshardPlan, rank: int) -> Values:
     """Return the bytes that a rank receives, and its pieces with their sender and receiver."""
     count = bytes_read(plan).get(rank)
     pieces = Counter(
-        (transfer.tensor, transfer.src_rank, transfer.dst_rank, transfer.numel) for transfer in plan.transfers()
+        (transfer.tensor, transfer.src_rank, transfer.dst_rank, transfer.numel)
+        for transfer in plan.transfers()
     )
-    return {"bytes": 0 if count is None else count.host + count.network, "pieces": sorted(pieces.items())}
+    return {
+        "bytes": 0 if count is None else count.host + count.network,
+        "pieces": sorted(pieces.items()),
+    }
 
 
 @on_engines(2)
@@ -318,11 +353,19 @@ def test_other_computations_and_sizes_are_refused() -> None:
     join_process_group(120)
     hybrid_engine.prepare()
     whole_heads = Model(GLM.architecture, GLM.layers, {"rotary_percent": 1.0}, GLM.parallel)
-    with _attached(whole_heads) as engine, _refusal("rotary frequencies is 16 for the trainer and 8 for vLLM"):
+    with (
+        _attached(whole_heads) as engine,
+        _refusal("rotary frequencies is 16 for the trainer and 8 for vLLM"),
+    ):
         engine.rollout_context().__enter__()
     # No module shows how many experts a token has.
-    one_expert = Model(GLM.architecture, {**GLM.layers, "moe_router_topk": 1}, GLM.outside, GLM.parallel)
-    with _attached(one_expert) as engine, _refusal("vLLM does not compute what the trainer computes"):
+    one_expert = Model(
+        GLM.architecture, {**GLM.layers, "moe_router_topk": 1}, GLM.outside, GLM.parallel
+    )
+    with (
+        _attached(one_expert) as engine,
+        _refusal("vLLM does not compute what the trainer computes"),
+    ):
         engine.rollout_context().__enter__()
     # vLLM's own log-probabilities are not compared.
     uncompared = {"kv_cache_dtype": "fp8"}
@@ -375,7 +418,9 @@ def _check_switch(model: Model) -> Values:
 
 def _check_read(engine: Any, directory: str) -> None:
     """Check that all weights come back from the files. Collective."""
-    tensors = [flat for flat in engine.sharding.training.buffers().values() if flat.is_floating_point()]
+    tensors = [
+        flat for flat in engine.sharding.training.buffers().values() if flat.is_floating_point()
+    ]
     before = [flat.clone() for flat in tensors]
     for flat in tensors:
         flat.zero_()
@@ -383,7 +428,9 @@ def _check_read(engine: Any, directory: str) -> None:
     assert all(map(torch.equal, tensors, before))
 
 
-def _differences(directory: str, architecture: str, completions: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _differences(
+    directory: str, architecture: str, completions: list[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return by how much vLLM's log-probabilities differ from transformers in float32, in nats.
 
     The second is by how much another token is more likely.
@@ -410,7 +457,10 @@ def _reader(directory: str, architecture: str) -> Any:
 @contextmanager
 def _attached(model: Model, **generate: Any) -> Iterator[Any]:
     with _live(model) as (chunk, optimizer, directory):
-        values = {"model": str(directory), "generate_config": {**GENERATE, **model.infer, **generate}}
+        values = {
+            "model": str(directory),
+            "generate_config": {**GENERATE, **model.infer, **generate},
+        }
         engine = hybrid_engine.attach(chunk, optimizer, values)
         try:
             yield engine
@@ -468,7 +518,9 @@ def _built(model: Model, hf_config: Values) -> tuple[Any, Any]:
     if model.spec is not None:
         spec = model.spec(config)
     else:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
             # megatron-core's own attention takes no values of another size than keys.
@@ -491,29 +543,41 @@ def _built(model: Model, hf_config: Values) -> tuple[Any, Any]:
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     in_precision = Float16Module(config, chunk) if config.bf16 else chunk
     wrapped = DistributedDataParallel(config, ddp_config, in_precision)
-    settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, bf16=config.bf16, params_dtype=model.dtype)
+    settings = OptimizerConfig(
+        lr=1e-3, use_distributed_optimizer=True, bf16=config.bf16, params_dtype=model.dtype
+    )
     return wrapped, get_megatron_optimizer(settings, [wrapped])
 
 
 def _randomise(chunk: torch.nn.Module) -> None:
-    """Change what Megatron initialises alike: norms, biases, and all that each rank draws from the same seed.
+    """Change what Megatron initialises alike: norms, biases, and all that each rank draws from the
+    same seed.
 
     Ranks that hold one tensor get equal values, and ranks of different experts or heads other ones.
     """
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
         if not name.endswith(("bias", "norm.weight", "conv1d.weight", "conv1d_weight")):
             continue
-        seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (".local_experts." in name)
+        seed = zlib.crc32(name.encode()) + torch.distributed.get_rank() * (
+            ".local_experts." in name
+        )
         if getattr(tensor, "tensor_model_parallel", False):
             seed += parallel_state.get_tensor_model_parallel_rank()
-        noise = torch.empty(tensor.shape).normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
-        # In steps that bfloat16 has beside 1, so that a weight in place of 1 + weight keeps its bits in a file.
+        noise = torch.empty(tensor.shape).normal_(
+            std=0.2, generator=torch.Generator().manual_seed(seed)
+        )
+        # In steps that bfloat16 has beside 1, so that a weight in place of 1 + weight keeps its
+        # bits in a file.
         tensor.data += noise.mul(128).round().div(128).to(tensor.dtype)
 
 
 def compared(model: Model) -> Verdict:
     """Return the verdict over all ranks on switches of random weights, which are not trained."""
-    with Reference() as reference, tempfile.TemporaryDirectory() as directory, _attached(model) as engine:
+    with (
+        Reference() as reference,
+        tempfile.TemporaryDirectory() as directory,
+        _attached(model) as engine,
+    ):
         shared = [directory]
         torch.distributed.broadcast_object_list(shared)
         verdict = Verdict(model.architecture, remarks=["the user's loop trains"])

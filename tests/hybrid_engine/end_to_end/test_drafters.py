@@ -1,4 +1,6 @@
-"""Megatron trains DeepSeek-V3 with an MTP layer, and vLLM drafts with it: weights, and tokens drawn with drafts."""
+"""Megatron trains DeepSeek-V3 with an MTP layer, and vLLM drafts with it: weights, and tokens drawn
+with drafts.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_engines({2: TWO_RANKS}, timeout=600)
-def test_every_switch_fills_model_and_drafter_bit_by_bit(model: Path, tmp_path: Path, case: str) -> None:
+def test_every_switch_fills_model_and_drafter_bit_by_bit(
+    model: Path, tmp_path: Path, case: str
+) -> None:
     actor, generate = TWO_RANKS[case]
     with workers.build_worker(model, actor, {**DRAFTING, **generate}) as worker:
         check_versions(worker, tmp_path, num_steps=2)
@@ -99,7 +103,9 @@ def test_every_switch_fills_model_and_drafter_bit_by_bit(model: Path, tmp_path: 
 @on_engines(1, timeout=600)
 def test_mtp_tensors_are_served_to_a_drafter_only(model: Path) -> None:
     with workers.build_worker(model, {}) as worker:
-        of_mtp = [name for name in table_for(read_config(model)).shapes if name.startswith(MTP_LAYER)]
+        of_mtp = [
+            name for name in table_for(read_config(model)).shapes if name.startswith(MTP_LAYER)
+        ]
         assert list(worker.train.unserved) == of_mtp
 
 
@@ -113,14 +119,20 @@ def test_tokens_of_drafts_have_the_probabilities_of_the_model(model: Path, tmp_p
         make = scheduler.make_spec_decoding_stats
 
         def count(*args: Any, **named: Any) -> Any:
-            num_tokens.update({key: named[key] for key in ("num_draft_tokens", "num_accepted_tokens")})
+            num_tokens.update(
+                {key: named[key] for key in ("num_draft_tokens", "num_accepted_tokens")}
+            )
             return make(*args, **named)
 
         with worker.rollout_context():
             with mock.patch.object(scheduler, "make_spec_decoding_stats", count):
-                groups = worker.generate(PROMPTS, Sampling(max_tokens=LONG.max_tokens, ignore_eos=True))
+                groups = worker.generate(
+                    PROMPTS, Sampling(max_tokens=LONG.max_tokens, ignore_eos=True)
+                )
             for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
                 (row,) = worker.inference.prompt_logprobs([[*prompt, *completion.token_ids]])
-                assert completion.logprobs == pytest.approx(row[len(prompt) - 1 :].tolist(), abs=1e-4)
+                assert completion.logprobs == pytest.approx(
+                    row[len(prompt) - 1 :].tolist(), abs=1e-4
+                )
     # None with vLLM's kernel, which reads uninitialised temperatures.
     assert num_tokens["num_accepted_tokens"] > num_tokens["num_draft_tokens"] / 10

@@ -57,13 +57,16 @@ def test_calls_are_refused_in_other_states(model: Path) -> None:
             with pytest.raises(StateError):
                 ReferenceModel(worker)
             for call in (*_updates(worker), *_scores(worker)):
-                with pytest.raises(StateError, match=r"in state infer \(rollout_context\); call this in train"):
+                with pytest.raises(
+                    StateError, match=r"in state infer \(rollout_context\); call this in train"
+                ):
                     call()
             assert len(worker.generate_sequences([[1, 2], [3]], workers.GREEDY)) == 2
         with worker.forward_context():
             for call in _updates(worker):
                 with pytest.raises(
-                    StateError, match=r"in state forward \(forward_context\); call this in train_context"
+                    StateError,
+                    match=r"in state forward \(forward_context\); call this in train_context",
                 ):
                     call()
             for call in _scores(worker):
@@ -102,7 +105,9 @@ def test_an_error_in_the_workers_block_reaches_all_and_ends_its_group(model: Pat
     is_at_fault = int(os.environ["RANK"]) == 0
     error = "no reward for this answer"
     expected = ValueError if is_at_fault else LostRankError
-    reaches_all = pytest.raises(expected, match=error if is_at_fault else f"rank 0, leaving: ValueError: {error}")
+    reaches_all = pytest.raises(
+        expected, match=error if is_at_fault else f"rank 0, leaving: ValueError: {error}"
+    )
     started = time.monotonic()
     with reaches_all, workers.build_worker(model, TP2) as worker:
         if is_at_fault:
@@ -139,11 +144,14 @@ def test_an_untested_vllm_is_refused(model: Path) -> None:
 
 @on_engines(2, timeout=800)
 def test_a_worker_that_cannot_be_built_leaves_no_group(model: Path) -> None:
-    """Fail with Megatron's groups built, and in the plan. Other workers follow on the same ranks."""
+    """Fail with Megatron's groups built, and in the plan. Others follow on the same ranks."""
     from hybrid_engine.trainer.megatron import build
 
     for owner, name in ((build, "build_actor"), (setup, "plan")):
         error = ConfigError([Violation("actor_config", "it does not fit", "Use another")])
-        with mock.patch.object(owner, name, side_effect=error), failing(ConfigError, pattern="it does not fit"):
+        with (
+            mock.patch.object(owner, name, side_effect=error),
+            failing(ConfigError, pattern="it does not fit"),
+        ):
             workers.build_worker(model, TP2)
         assert not dist.is_initialized()

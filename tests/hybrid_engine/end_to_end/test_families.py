@@ -13,7 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.attention import live_attention, recorded
-from hybrid_engine.compute_check.attention import attention_differences, compared_positions, grouped, original_length
+from hybrid_engine.compute_check.attention import (
+    attention_differences,
+    compared_positions,
+    grouped,
+    original_length,
+)
 from hybrid_engine.compute_check.config_reads import one_sided
 from hybrid_engine.compute_check.gap import tokens_within
 from hybrid_engine.compute_check.probes import ProbeLimits
@@ -45,12 +50,25 @@ DECIDED_BY_A_RUN = {
 }
 MOST_SEEN = [
     *("Exaone-4, layers without rotation", "Gemma-4, shared keys and values", "Falcon-H1"),
-    *("LFM2-MoE, a router's bias", "Phi-3, below its original length", "gpt-oss, published quantisation"),
-    *("Phi-3, above its original length", "Ministral-3, above its original length", "OLMoE, clamped"),
+    *(
+        "LFM2-MoE, a router's bias",
+        "Phi-3, below its original length",
+        "gpt-oss, published quantisation",
+    ),
+    *(
+        "Phi-3, above its original length",
+        "Ministral-3, above its original length",
+        "OLMoE, clamped",
+    ),
     *("gpt-oss, another limit", "Mistral, scaled logits"),
 ]
 """Models that engines compute in every run of the tests."""
-NOT_BUILT_HERE = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+NOT_BUILT_HERE = {
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+}
 
 
 def of_each(judge: Callable[[Path, str], Any], directory: str, names: list[str]) -> Values:
@@ -60,7 +78,11 @@ def of_each(judge: Callable[[Path, str], Any], directory: str, names: list[str])
 
 def reading(directory: Path, name: str) -> str:
     """Return the code with which a model's readings alone refuse it, or ""."""
-    config = config_of(name, {"max_position_embeddings": 512}) if name in FAMILIES else variant_config(name)
+    config = (
+        config_of(name, {"max_position_embeddings": 512})
+        if name in FAMILIES
+        else variant_config(name)
+    )
     write_config(directory, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -69,7 +91,9 @@ def reading(directory: Path, name: str) -> str:
     of_trainer = recorded(model)
     positions = compared_positions(MAX_MODEL_LEN - 1, settings)
     layers, reads = vllm_readings(directory, MAX_MODEL_LEN, positions)
-    violations, _ = one_sided(of_trainer.reads, reads, original is not None and original < MAX_MODEL_LEN)
+    violations, _ = one_sided(
+        of_trainer.reads, reads, original is not None and original < MAX_MODEL_LEN
+    )
     if violations:
         return violations[0].code
     # Rotary modules have values on no meta device.
@@ -77,7 +101,9 @@ def reading(directory: Path, name: str) -> str:
     trainer = live_attention(live, of_trainer.calls, positions)
     windows = {layer.window or 0 for layer in layers.values()}
     _, tokens = tokens_within([ProbeLimits(max_length=MAX_MODEL_LEN - 1)], windows)
-    unreached, _ = attention_differences(grouped(trainer), grouped(layers), MAX_MODEL_LEN - 1, tokens.shape[1])
+    unreached, _ = attention_differences(
+        grouped(trainer), grouped(layers), MAX_MODEL_LEN - 1, tokens.shape[1]
+    )
     return "attention-differs" if unreached else ""
 
 
@@ -86,7 +112,9 @@ def verdict(directory: Path, name: str) -> str | float:
     config = variant_config(name)
     write_config(directory, config)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), dtype=torch.float32
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
@@ -97,7 +125,12 @@ def verdict(directory: Path, name: str) -> str | float:
     if "Phi-3" in name:
         # transformers keeps the frequencies of the longest sequence until a shorter one comes.
         model(torch.zeros(1, 320, dtype=torch.int64))
-    rollout = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "kv_cache_mb": 32, "verify": "full"}
+    rollout = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8,
+        "kv_cache_mb": 32,
+        "verify": "full",
+    }
     try:
         engine = HybridEngine(model=model, rollout_config=rollout, shard=False)
     except ConfigError as error:
@@ -121,7 +154,9 @@ def verdict(directory: Path, name: str) -> str | float:
         with torch.no_grad():
             rows = model(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         trained = rows.gather(1, tokens[0, 1:, None])[:, 0]
-        gaps.append((trained - torch.cat([of_prompt, torch.tensor(group[0].logprobs)])).abs().max().item())
+        gaps.append(
+            (trained - torch.cat([of_prompt, torch.tensor(group[0].logprobs)])).abs().max().item()
+        )
     return max(gaps)
 
 
@@ -135,14 +170,21 @@ def test_readings_refuse_only_what_no_run_reaches(engines: Ranks, tmp_path: Path
 
 @pytest.mark.parametrize(
     "names",
-    [MOST_SEEN, pytest.param([name for name in VARIANTS if name not in MOST_SEEN], marks=pytest.mark.long)],
+    [
+        MOST_SEEN,
+        pytest.param([name for name in VARIANTS if name not in MOST_SEEN], marks=pytest.mark.long),
+    ],
     ids=["few", "all others"],
 )
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-def test_engines_accept_what_both_sides_compute(engines: Ranks, tmp_path: Path, names: list[str]) -> None:
+def test_engines_accept_what_both_sides_compute(
+    engines: Ranks, tmp_path: Path, names: list[str]
+) -> None:
     (seen,) = engines.launch(of_each, 1, verdict, str(tmp_path), names, timeout=500)
     for name in names:
         code = (REFUSED | DECIDED_BY_A_RUN).get(name)
         gap = seen[name]
-        assert gap == code if code is not None else (isinstance(gap, float) and gap < MOST), f"{name}: {gap}"
+        assert gap == code if code is not None else (isinstance(gap, float) and gap < MOST), (
+            f"{name}: {gap}"
+        )

@@ -1,4 +1,6 @@
-"""Megatron's parameters in 8 bits, made up as Transformer Engine's, sent to vLLM as they are or dequantised."""
+"""Megatron's parameters in 8 bits, made up as Transformer Engine's, sent to vLLM as they are or
+dequantised.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,25 @@ KEPT = "model.layers.1.self_attn.o_proj"
 """A module that vLLM leaves unquantised."""
 SIZES = {
     **{"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
-    **{"intermediate_size": 512, "vocab_size": 128, "torch_dtype": "bfloat16", "num_hidden_layers": 3},
+    **{
+        "intermediate_size": 512,
+        "vocab_size": 128,
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": 3,
+    },
 }
 EXPERT_SIZES = {
     **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
     **{"num_hidden_layers": 2, "moe_intermediate_size": 128, "num_experts": 4, "vocab_size": 130},
 }
 ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
-ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "verify": "full", "check_compute": "off"}
+ENGINE = {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "kv_cache_mb": 16,
+    "verify": "full",
+    "check_compute": "off",
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -107,19 +120,27 @@ def built(path: Path, case: Case, **sizes: int) -> Iterator[tuple[Any, Any]]:
         bf16=True,
     )
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=64, position_embedding_type="rope")
+    model = GPTModel(
+        config, spec, vocab_size=128, max_sequence_length=64, position_embedding_type="rope"
+    )
     model = Float16Module(config, model)
     with made_up_fp8.in_megatron():
         made_up_fp8.quantise_linear_layers(model, getattr(made_up_fp8, case.kind), first_layer=1)
         # Megatron's own checks of these settings ask for Transformer Engine.
         config.fp8, config.fp8_param, config.fp8_recipe = "e4m3", True, "blockwise"
-        shared = {"reuse_grad_buf_for_mxfp8_param_ag": case.kind == "MXFP8Tensor" and case.distributed}
+        shared = {
+            "reuse_grad_buf_for_mxfp8_param_ag": case.kind == "MXFP8Tensor" and case.distributed
+        }
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed, fp8_param_gather=True, **shared
         )
         model = DistributedDataParallel(config, ddp_config, model)
         optimizer_config = OptimizerConfig(
-            lr=1e-2, bf16=True, use_distributed_optimizer=case.distributed, fp8_recipe="blockwise", **shared
+            lr=1e-2,
+            bf16=True,
+            use_distributed_optimizer=case.distributed,
+            fp8_recipe="blockwise",
+            **shared,
         )
         optimizer = get_megatron_optimizer(optimizer_config, [model])
         config.finalize_model_grads_func = finalize_model_grads
@@ -139,7 +160,10 @@ def step(model: Any, optimizer: Any, seed: int) -> float:
     def forward_step(_iterator: Any, model: Any) -> Any:
         mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
         losses = model(rows[:, :-1], torch.arange(12)[None], mask, labels=rows[:, 1:])
-        return losses, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+        return losses, lambda losses: (
+            losses.float().mean(),
+            {"loss": losses.detach().float().mean()},
+        )
 
     model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -170,9 +194,11 @@ def transposes(model: Any) -> list[torch.Tensor]:
 
 
 def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the whole elements of each weight on every rank, and the scale of each of them; no engine is asked.
+    """Return the whole elements of each weight on every rank, and the scale of each of them; no
+    engine is asked.
 
-    Without a method, and of weights that vLLM leaves unquantised, returns dequantised weights, and no scales.
+    Without a method, and of weights that vLLM leaves unquantised, returns dequantised weights, and
+    no scales.
     """
     from megatron.core.utils import unwrap_model
 
@@ -192,7 +218,10 @@ def canonical(model: Any, method: str) -> dict[str, tuple[torch.Tensor, torch.Te
                     whole[key] = (tensor, of_scales)
     dist.all_gather_object(of_ranks, whole)  # experts of other ranks
     return {
-        key: (tensor.view(torch.float8_e4m3fn) if tensor.dtype is torch.uint8 else tensor, of_scales)
+        key: (
+            tensor.view(torch.float8_e4m3fn) if tensor.dtype is torch.uint8 else tensor,
+            of_scales,
+        )
         for of_rank in of_ranks
         for key, (tensor, of_scales) in of_rank.items()
     }
@@ -237,7 +266,10 @@ def _split(
             if ".experts." in prefix:
                 target = target.removeprefix("mlp.")
             pieces.setdefault(prefix + target if of_layer else target, []).append(tensor)
-    return {key: (values[0], values[1] if scales is not None else None) for key, values in pieces.items()}
+    return {
+        key: (values[0], values[1] if scales is not None else None)
+        for key, values in pieces.items()
+    }
 
 
 def _pieces(name: str, parts: list[torch.Tensor] | None) -> TensorDict:
@@ -257,7 +289,10 @@ def _pieces(name: str, parts: list[torch.Tensor] | None) -> TensorDict:
         return {name: parts[0]}
     else:
         return {name: torch.cat(parts)[:130]}
-    return {key: torch.cat(of_ranks) for key, of_ranks in zip(keys, zip(*split, strict=True), strict=True)}
+    return {
+        key: torch.cat(of_ranks)
+        for key, of_ranks in zip(keys, zip(*split, strict=True), strict=True)
+    }
 
 
 def scratch_of(engine: Any) -> dict[str, int]:
@@ -272,7 +307,9 @@ def num_in_8_bits(parameters: TensorDict) -> int:
 
 
 def checkpoint(tensors: Values, method: str) -> TensorDict:
-    """Return a published checkpoint: scales of blocks from those of elements, and the first layer quantised here."""
+    """Return a published checkpoint: scales of blocks from those of elements, and the first layer
+    quantised here.
+    """
     stored = {}
     for name, (tensor, scales) in tensors.items():
         module = name.removesuffix("weight")
@@ -287,7 +324,10 @@ def checkpoint(tensors: Values, method: str) -> TensorDict:
             else:
                 stored[f"{module}weight_scale"] = (of_blocks.log2() + 127).to(torch.uint8)
         elif method and name.endswith("_proj.weight") and not name.startswith(KEPT):
-            stored |= {module + end: value for end, value in block_formats.quantised(method, tensor).items()}
+            stored |= {
+                module + end: value
+                for end, value in block_formats.quantised(method, tensor).items()
+            }
         else:
             stored[name] = tensor
     return stored
@@ -348,7 +388,9 @@ def test_vllm_holds_the_elements_and_scales_of_training(tmp_path: Path, case: st
             engine.load_hf_checkpoint(str(tmp_path / "saved"))
             # Values that are dequantised are quantised to themselves.
             after = canonical(model, "")
-        assert [name for name, (tensor, _) in after.items() if not torch.equal(tensor, before[name][0])] == []
+        assert [
+            name for name, (tensor, _) in after.items() if not torch.equal(tensor, before[name][0])
+        ] == []
         engine.shutdown()
 
 
@@ -356,7 +398,9 @@ def check_bytes(engine: Any, case: Case, weights: TensorDict) -> None:
     """Check that half of the bytes are sent, and that no second copy of the weights is made."""
     replicas = 1 if case.tp_size == 2 else 2
     # Both ranks have vectors whole.
-    plain = 2 * sum(tensor.numel() * (2 if tensor.dim() == 1 else replicas) for tensor in weights.values())
+    plain = 2 * sum(
+        tensor.numel() * (2 if tensor.dim() == 1 else replicas) for tensor in weights.values()
+    )
     nbytes = moved_nbytes(engine)
     scratch = scratch_of(engine)
     num_parts = case.train_tp_size
@@ -385,7 +429,9 @@ def test_experts_are_sent_as_they_are(experts: Path) -> None:
     def build_quantised(*args: Any) -> list[torch.nn.Module]:
         chunks = build_chunks(*args)
         for chunk in chunks:
-            made_up_fp8.quantise_linear_layers(chunk, made_up_fp8.Float8BlockwiseQTensor, first_layer=1)
+            made_up_fp8.quantise_linear_layers(
+                chunk, made_up_fp8.Float8BlockwiseQTensor, first_layer=1
+            )
         return chunks
 
     with (
@@ -424,7 +470,12 @@ SEVERAL_SCALES = ["blocks-with-several-scales"]
 OF_HEADS = "4 weights that it keeps in 8 bits, first model.layers.1.self_attn.k_proj.weight"
 REFUSED: dict[str, tuple[Case, dict[str, int], list[str], list[str]]] = {
     "blocks of two ranks": (Case(BLOCKS, "fp8"), {"head_dim": 64}, SEVERAL_SCALES, [OF_HEADS]),
-    "blocks of two parameters": (Case(BLOCKS, "fp8", train_tp_size=1), {"head_dim": 64}, SEVERAL_SCALES, [OF_HEADS]),
+    "blocks of two parameters": (
+        Case(BLOCKS, "fp8", train_tp_size=1),
+        {"head_dim": 64},
+        SEVERAL_SCALES,
+        [OF_HEADS],
+    ),
     # 320 rows of gate and up, and columns of down, on each rank.
     "blocks of one parameter": (
         *(Case(BLOCKS, "fp8", tp_size=1), {"intermediate_size": 640}, SEVERAL_SCALES),

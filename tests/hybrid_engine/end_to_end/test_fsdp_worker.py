@@ -28,8 +28,16 @@ from tests.zoo.tokenizers import save_characters
 
 pytestmark = pytest.mark.timeout(600)
 
-HYBRID = {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}, "make_vocab_size_divisible_by": 128}
-LINEAR = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
+HYBRID = {
+    "fsdp": {"sharding_strategy": "HYBRID_SHARD", "replicas": 2},
+    "make_vocab_size_divisible_by": 128,
+}
+LINEAR = {
+    "lr_decay_style": "linear",
+    "lr_warmup_steps": 2,
+    "lr_decay_steps": 12,
+    "lr_warmup_init": 1e-3,
+}
 SCHEDULED = {"optimizer": {"lr": 1e-2, "schedule": LINEAR}}
 SHARDED = {"fsdp": {}, "make_vocab_size_divisible_by": 128, **SCHEDULED}
 CHECKPOINTED = {**SHARDED, "fsdp": {"activation_checkpointing": True}}
@@ -65,7 +73,9 @@ def train_alone(model: Path, actor: Values) -> Alone:
     with closing(Job.join(60)) as job, ExitStack() as owner:
         engine = build_actor(config, config.table(), job, owner).engine
         losses = [
-            engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
+            engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)[
+                "loss"
+            ]
             for number in range(NUM_UPDATES)
         ]
         state = training_state(engine.model)
@@ -129,7 +139,9 @@ def check_replicas(directory: Path) -> None:
 
     Its replicas are uncut.
     """
-    worker = workers.build_worker(directory / "hf", HYBRID, {"infer_tensor_parallel_size": 2}, random_weights=False)
+    worker = workers.build_worker(
+        directory / "hf", HYBRID, {"infer_tensor_parallel_size": 2}, random_weights=False
+    )
     batch = workers.batch(seed=9)
     with worker.train_context():
         at_start = worker.compute_log_probs(batch)
@@ -175,14 +187,30 @@ def check_bad_batches(worker: Any) -> None:
     for bad, data, on, code, pattern in (
         (without_labels, "global", 1, "missing-key", "labels: is missing"),
         (other_shape, "local", None, "differs-between-ranks", ""),
-        (share, of_rank, None, "differs-between-ranks", "data: 'global' on rank 0, 'local' on rank 1"),
-        (other_labels, "global", None, "differs-between-ranks", "labels: has other values on rank 1"),
+        (
+            share,
+            of_rank,
+            None,
+            "differs-between-ranks",
+            "data: 'global' on rank 0, 'local' on rank 1",
+        ),
+        (
+            other_labels,
+            "global",
+            None,
+            "differs-between-ranks",
+            "labels: has other values on rank 1",
+        ),
     ):
         with failing(BatchError, code, pattern, on=on):
             worker.update(bad, loss, data=data)
     for bad_loss, code, value in (
         (lambda _batch, log_probs: None if is_at_fault else -log_probs.mean(), "no-loss", None),
-        (lambda _batch, log_probs: log_probs.mean() * (torch.nan if is_at_fault else 1), "loss-not-finite", torch.nan),
+        (
+            lambda _batch, log_probs: log_probs.mean() * (torch.nan if is_at_fault else 1),
+            "loss-not-finite",
+            torch.nan,
+        ),
     ):
         returned = f"loss function check_bad_batches.<locals>.<lambda> returned {value}"
         with failing(LossError, code, returned, on=1):
@@ -197,7 +225,9 @@ def test_calls_are_refused_in_a_rollout_and_after_the_end(model: Path, tmp_path:
         workers.build_worker(model, SHARDED)
     with worker.rollout_context():
         for call in (worker.actor.checkpoints.save, worker.actor.checkpoints.load):  # the trainer's
-            with pytest.raises(StateError, match=r"in state infer \(rollout_context\); call this in train"):
+            with pytest.raises(
+                StateError, match=r"in state infer \(rollout_context\); call this in train"
+            ):
                 call(tmp_path / "never")
         del call  # a bound method refers to its trainer
         with pytest.raises(ArgumentError, match=r"sampling: got \{\}"):
@@ -264,7 +294,11 @@ def check_scores(worker: Any, completions: Any) -> None:
     for row, prompt, (completion,) in zip(rows, PROMPTS, completions, strict=True):
         sequence = [*prompt, *completion.token_ids]
         row[: len(sequence)] = torch.tensor(sequence)
-    scores = worker.compute_log_probs({"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+    scores = worker.compute_log_probs(
+        {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    )
     for row, prompt, (completion,) in zip(scores, PROMPTS, completions, strict=True):
         of_completion = row[len(prompt) - 1 :][: SAMPLED.max_tokens]
-        torch.testing.assert_close(of_completion, torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            of_completion, torch.tensor(completion.logprobs), atol=1e-4, rtol=0
+        )

@@ -23,7 +23,11 @@ HEADERS_AND_PADDING = 1 << 16
 TOGETHER = "aaaa"
 APART = "aabb"
 """The host of each rank."""
-ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
+ACTOR = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "params_dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +41,16 @@ def test_vllm_holds_and_generates_the_same_on_one_host_and_on_two(model: Path) -
 
 
 def switched_on(model: Path, hosts: str) -> tuple[list[dict[str, str]], tuple[int, ...], int]:
-    """Switch from two pipeline stages of TP 2 to uncut models, twice with an update between; check the second switch.
+    """Switch from two pipeline stages of TP 2 to uncut models, twice with an update between; check
+    the second switch.
 
     Return the digests of vLLM's weights in both switches, its tokens, and the least bytes.
     """
     config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_tree, "MAX_TOGETHER", 2)  # so that the first ranks of hosts agree for the others
+        patch.setattr(
+            rank_tree, "MAX_TOGETHER", 2
+        )  # so that the first ranks of hosts agree for the others
         job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
     worker = ActorHybridWorker(config, job=job)
     digests = [{}, {}]

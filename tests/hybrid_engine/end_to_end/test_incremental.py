@@ -1,4 +1,5 @@
-"""Incremental switches with real engines and a frozen embedding and head: vLLM is right, also with kept weights.
+"""Incremental switches with real engines and a frozen embedding and head: vLLM is right, also with
+kept weights.
 
 What is sent is counted in switch/test_incremental.py.
 """
@@ -39,13 +40,22 @@ def test_changes_of_fsdp2_are_sent(path: Path) -> None:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     for module in ends:
         module.requires_grad_(False)
-    rollout = {"tp_size": 2, "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, **INCREMENTAL}
+    rollout = {
+        "tp_size": 2,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "kv_cache_mb": 16,
+        **INCREMENTAL,
+    }
     engine = HybridEngine(model=model, rollout_config=rollout, train_config={})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     vocab_size = ends[0].num_embeddings
 
     def step() -> None:
-        batch = {name: tensor % vocab_size for name, tensor in token_batch(dist.get_rank(), 2, 16).items()}
+        batch = {
+            name: tensor % vocab_size
+            for name, tensor in token_batch(dist.get_rank(), 2, 16).items()
+        }
         optimizer.zero_grad()
         (-label_log_probs(model(batch["tokens"]).logits, batch["labels"]).mean()).backward()
         optimizer.step()
@@ -56,7 +66,9 @@ def test_changes_of_fsdp2_are_sent(path: Path) -> None:
         ends[0].requires_grad_(False)  # before any switch, which must still send the change
 
     def load() -> None:
-        model.load_state_dict({name: tensor.detach() * 2 for name, tensor in model.state_dict().items()})
+        model.load_state_dict(
+            {name: tensor.detach() * 2 for name, tensor in model.state_dict().items()}
+        )
 
     def write_unseen() -> None:
         ends[1].weight.data.to_local().copy_(ends[1].weight.data.to_local() + 1)
@@ -67,7 +79,8 @@ def test_changes_of_fsdp2_are_sent(path: Path) -> None:
         committed[name] = tensor.detach().clone()
 
     def roll_out(*actions: Callable[[], object]) -> tuple[ReshardReport, list[torch.Tensor]]:
-        """Switch after `actions` in `train_context`, and compare vLLM's weights with its own load of the trained ones.
+        """Switch after `actions` in `train_context`, and compare vLLM's weights with its own load
+        of the trained ones.
 
         Returns:
             What was sent, and vLLM's distributions over a prompt.
@@ -80,7 +93,9 @@ def test_changes_of_fsdp2_are_sent(path: Path) -> None:
             native = native_parameters(engine.inference, str(path))
             logprobs = engine.inference.prompt_distributions(PROMPT)
         assert committed.keys() == native.keys()
-        assert [name for name, tensor in native.items() if not torch.equal(tensor, committed[name])] == []
+        assert [
+            name for name, tensor in native.items() if not torch.equal(tensor, committed[name])
+        ] == []
         return engine.sharding.last_report, logprobs
 
     first, _ = roll_out()

@@ -54,11 +54,16 @@ def check(engine: HybridEngine, calls: Calls, state: Callable[[], list[torch.Ten
 def gathered(model: torch.nn.Module) -> TensorDict:
     """Return the weights in the form that transformers can save."""
     tensors = model.state_dict().items()
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in tensors
+    }
 
 
 def uses(parameters: list[torch.nn.Parameter], moment: torch.Tensor) -> Calls:
-    """Return uses of tensors that no hook of a module or an optimizer sees, and that change nothing."""
+    """Return uses of tensors that no hook of a module or an optimizer sees, and that change
+    nothing.
+    """
     return {
         "write": lambda: parameters[0].data.add_(0),
         "norm": lambda: sum(parameter.norm() for parameter in parameters),
@@ -83,7 +88,11 @@ def test_training_state_of_megatron_is_refused_until_it_returns(directory: Path)
         worker.update(workers.batch(seed=0), workers.cross_entropy)
         (chunk,) = worker.train.chunks
         optimizer = worker.train.optimizer
-        whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+        whole = {
+            name: value
+            for name, value in chunk.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
         whole = {name: tensor.clone() for name, tensor in whole.items()}
     calls = {
         "state_dict": chunk.state_dict,
@@ -105,7 +114,9 @@ def test_training_state_of_fsdp_is_refused_until_it_returns(directory: Path) -> 
         dist.init_process_group("gloo")
     model = sharded_models.from_config(directory)
     engine = HybridEngine(
-        model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16}, train_config={}
+        model=model,
+        rollout_config={"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16},
+        train_config={},
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(8)[None]
@@ -118,7 +129,9 @@ def test_training_state_of_fsdp_is_refused_until_it_returns(directory: Path) -> 
         "state_dict": model.state_dict,
         "state_dict of a layer": model.model.layers[0].state_dict,
         "load_state_dict": lambda: model.load_state_dict(whole),
-        "save_pretrained": lambda: model.save_pretrained(directory / "saved", state_dict=gathered(model)),
+        "save_pretrained": lambda: model.save_pretrained(
+            directory / "saved", state_dict=gathered(model)
+        ),
         "torch.distributed.checkpoint": lambda: get_model_state_dict(model),
         "forward": lambda: model(tokens),
         "step": optimizer.step,

@@ -1,4 +1,6 @@
-"""Rollouts in 8 and 4 bits: quantised in training, sent, and compared with vLLM's load of a published checkpoint."""
+"""Rollouts in 8 and 4 bits: quantised in training, sent, and compared with vLLM's load of a
+published checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from tests.zoo import block_formats, sharded_models, workers
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, read_canonical, token_batch
 
-# Over two ranks FSDP2 cuts the 384 rows of gate and up inside of a block, and those of others between blocks.
+# Over two ranks FSDP2 cuts the 384 rows of gate and up inside of a block, and those of others
+# between blocks.
 SIZES = {
     **{"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4},
     **{"head_dim": 64, "torch_dtype": "bfloat16"},
@@ -47,7 +50,11 @@ def _write_config(path: Path, intermediate_size: int, has_experts: bool) -> None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        variant, key = ("qwen3_moe", "moe_intermediate_size") if has_experts else ("qwen3", "intermediate_size")
+        variant, key = (
+            ("qwen3_moe", "moe_intermediate_size")
+            if has_experts
+            else ("qwen3", "intermediate_size")
+        )
         write_config(path, served_config(variant, **SIZES, **{key: intermediate_size}))
     dist.barrier()
 
@@ -69,7 +76,9 @@ def switch(engine: Any) -> TensorDict:
 
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
         pass
-    assert engine.sharding.last_report.tensors_verified == len(engine.inference.adaptor.layout().tensors)
+    assert engine.sharding.last_report.tensors_verified == len(
+        engine.inference.adaptor.layout().tensors
+    )
     return parameters
 
 
@@ -79,29 +88,46 @@ def moved_nbytes(engine: Any) -> int:
     return sum(of_all_ranks(report.bytes_own + report.bytes_received))
 
 
-def check_published(engine: Any, published: Path, tensors: TensorDict, parameters: TensorDict) -> None:
-    """Compare vLLM's parameters bitwise with its own load of a checkpoint of these tensors, which is written."""
+def check_published(
+    engine: Any, published: Path, tensors: TensorDict, parameters: TensorDict
+) -> None:
+    """Compare vLLM's parameters bitwise with its own load of a checkpoint of these tensors, which
+    is written.
+    """
     if dist.get_rank() == 0:
         write_config(published, engine.config.hf_config())
         block_formats.write_checkpoint(published, tensors)
     dist.barrier()
     native = native_parameters(engine.inference, str(published))
     assert parameters.keys() <= native.keys()
-    assert [name for name, tensor in parameters.items() if not same_bits(tensor, native[name])] == []
+    assert [
+        name for name, tensor in parameters.items() if not same_bits(tensor, native[name])
+    ] == []
 
 
 def check_rollout(
-    engine: Any, path: Path, method: str, weights: TensorDict, parameters: TensorDict, *unquantised: str
+    engine: Any,
+    path: Path,
+    method: str,
+    weights: TensorDict,
+    parameters: TensorDict,
+    *unquantised: str,
 ) -> float:
-    """Compare vLLM's parameters with its own load, its log-probabilities with transformers, and a saved checkpoint.
+    """Compare vLLM's parameters with its own load, its log-probabilities with transformers, and a
+    saved checkpoint.
 
-    Return the largest difference of a log-probability from transformers with the weights of training.
+    Return the largest difference of a log-probability from transformers with the weights of
+    training.
     """
     dtype = DTYPES[method]
     assert f"quantised weights in {dtype}" in engine.train.weights.scratch
     described = engine.config.hf_config().get("quantization_config", {})
     kept = described.get("ignore", described.get("modules_to_not_convert", ()))
-    names = [name for name in weights if name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept]
+    names = [
+        name
+        for name in weights
+        if name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
+    ]
     tensors = block_formats.quantised_checkpoint(method, weights, names)
     for name in weights.keys() - set(names):
         tensors[name] = weights[name].bfloat16()
@@ -110,12 +136,17 @@ def check_rollout(
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parameters.items()}
     of_experts = {dtypes[name] for name in dtypes if ".experts." in name and "scale" not in name}
     assert of_experts <= {dtype}
-    projections = [name for name in dtypes if name.endswith(("_proj.weight", "_proj.weight_packed"))]
+    projections = [
+        name for name in dtypes if name.endswith(("_proj.weight", "_proj.weight_packed"))
+    ]
     assert len(projections) == (4 if of_experts else 8)
     assert [name for name in projections if dtypes[name] != dtype] == [*unquantised]
     assert dtypes["lm_head.weight"] == dtypes["model.norm.weight"] == "bfloat16"
     sequences = engine.generate(PROMPTS.tolist(), GREEDY)
-    rows = [[*prompt, *of_prompt[0].token_ids] for prompt, of_prompt in zip(PROMPTS.tolist(), sequences, strict=True)]
+    rows = [
+        [*prompt, *of_prompt[0].token_ids]
+        for prompt, of_prompt in zip(PROMPTS.tolist(), sequences, strict=True)
+    ]
     scored = torch.stack(engine.inference.prompt_logprobs(rows))
     near = block_formats.dequantised_checkpoint(method, tensors)
     # Activations in bfloat16 change routers' choices.
@@ -125,18 +156,26 @@ def check_rollout(
     if dist.get_rank() == 0:
         saved = read_canonical(path / "saved")
         assert saved.keys() == weights.keys()
-        assert [name for name in saved if not torch.equal(saved[name], weights[name].to(saved[name].dtype))] == []
+        assert [
+            name
+            for name in saved
+            if not torch.equal(saved[name], weights[name].to(saved[name].dtype))
+        ] == []
     dist.barrier()
     return _gap(published, weights, rows, scored)
 
 
 def _gap(path: Path, weights: TensorDict, rows: list[list[int]], scored: torch.Tensor) -> float:
-    """Return the largest difference of vLLM's log-probabilities from those of transformers with these weights."""
+    """Return the largest difference of vLLM's log-probabilities from those of transformers with
+    these weights.
+    """
     from transformers import AutoModelForCausalLM
 
     config = {**json.loads((path / "config.json").read_text()), "quantization_config": None}
     directory = write_config(path / f"of rank {dist.get_rank()}", config)
-    block_formats.write_checkpoint(directory, {name: tensor.float() for name, tensor in weights.items()})
+    block_formats.write_checkpoint(
+        directory, {name: tensor.float() for name, tensor in weights.items()}
+    )
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.tensor(rows)
     with torch.no_grad():
@@ -175,9 +214,17 @@ DTYPES = {
     "nvfp4": "uint8",
     "modelopt": "uint8",
 }
-BYTES = {"fp8": (0.5, 0.6), "ue8m0": (0.5, 0.6), "mxfp8": (0.5, 0.6), "mxfp4": (0.3, 0.4), "nvfp4": (0.3, 0.4)}
+BYTES = {
+    "fp8": (0.5, 0.6),
+    "ue8m0": (0.5, 0.6),
+    "mxfp8": (0.5, 0.6),
+    "mxfp4": (0.3, 0.4),
+    "nvfp4": (0.3, 0.4),
+}
 BYTES["modelopt"] = BYTES["nvfp4"]
-"""Bounds of a switch's bytes, as a share of unquantised ones. Embedding, head and a projection stay as they are."""
+"""Bounds of a switch's bytes, as a share of unquantised ones. Embedding, head and a projection stay
+as they are.
+"""
 GAPS = {"fp8": 0.08, "ue8m0": 0.08, "mxfp8": 0.08, "mxfp4": 0.3, "nvfp4": 0.2, "modelopt": 0.2}
 """Least difference of log-probabilities from those of the weights of training."""
 
@@ -199,7 +246,12 @@ def test_rollouts_of_fsdp2_are_those_of_a_published_checkpoint(tmp_path: Path, c
             # ModelOpt's exclusions are parts of names, and `mlp.gate` is one of `mlp.gate_up_proj`.
             excluded = ["lm_head", KEPT, *(ROUTERS if has_experts else ())]
             model.config.quantization_config = block_formats.published(method, excluded, scheme)
-            settings = {"tp_size": tp_size, "quantization": quantization, "incremental": "auto", **ENGINE}
+            settings = {
+                "tp_size": tp_size,
+                "quantization": quantization,
+                "incremental": "auto",
+                **ENGINE,
+            }
             engine = engine_of(model, tmp_path, settings)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in range(2):
@@ -211,13 +263,18 @@ def test_rollouts_of_fsdp2_are_those_of_a_published_checkpoint(tmp_path: Path, c
                         weights = read_canonical(tmp_path / "weights")
                     else:
                         # Of the state dict, because a checkpoint is what is compared with them.
-                        weights = {name: tensor.full_tensor().detach() for name, tensor in model.state_dict().items()}
+                        weights = {
+                            name: tensor.full_tensor().detach()
+                            for name, tensor in model.state_dict().items()
+                        }
                 with other_torch_modes():
                     parameters = switch(engine)
                 if not step:
                     nbytes.append(moved_nbytes(engine))
                 if quantization is None:
-                    gap = check_rollout(engine, tmp_path, method, weights, parameters, f"{KEPT}.weight")
+                    gap = check_rollout(
+                        engine, tmp_path, method, weights, parameters, f"{KEPT}.weight"
+                    )
                     plain_gaps.append(gap)
             with engine.rollout_context():
                 skipped.append(engine.sharding.last_report.bytes_skipped)
@@ -230,7 +287,9 @@ def test_rollouts_of_fsdp2_are_those_of_a_published_checkpoint(tmp_path: Path, c
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    return workers.write_model(directory, "qwen3", **SIZES, intermediate_size=384, num_hidden_layers=2)
+    return workers.write_model(
+        directory, "qwen3", **SIZES, intermediate_size=384, num_hidden_layers=2
+    )
 
 
 @on_engines({2: MEGATRON}, timeout=900)
@@ -243,7 +302,9 @@ def test_rollouts_of_megatron_are_those_of_a_published_checkpoint(model: Path, c
     nbytes = []
     with block_formats.kernels_in_torch():
         for quantization in (method, None):
-            worker = workers.build_worker(model, actor, {"quantization": quantization, "verify": "full"})
+            worker = workers.build_worker(
+                model, actor, {"quantization": quantization, "verify": "full"}
+            )
             for step in range(2):
                 with worker.train_context():
                     worker.update(workers.batch(seed=step), workers.cross_entropy)

@@ -1,4 +1,6 @@
-"""Log-probabilities of both engines for a model whose routers are close to ties, with and without router replay."""
+"""Log-probabilities of both engines for a model whose routers are close to ties, with and without
+router replay.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ NOISE = 1e-7
 
 
 def tie_experts(worker: Any) -> None:
-    """Make four scores of a router differ by rounding only, of which two are selected, and experts by everything."""
+    """Make four scores of a router differ by rounding only, of which two are selected, and experts
+    by everything.
+    """
     with torch.no_grad():
         for chunk in worker.train.chunks:
             for name, parameter in chunk.named_parameters():
@@ -49,7 +53,13 @@ def test_a_loop_replays_where_it_is_configured(model: Path) -> None:
             with worker.train_context():
                 tie_experts(worker)
             config = GrpoConfig(
-                **{"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 8, "learning_rate": 1e-3},
+                **{
+                    "steps": 1,
+                    "prompts_per_step": 2,
+                    "samples_per_prompt": 4,
+                    "max_tokens": 8,
+                    "learning_rate": 1e-3,
+                },
                 **{"kl_coefficient": 0.01, "pack": True, "stop_token_ids": tuple(range(8))},
             )
             (row,) = train(worker, PROMPTS[:2], reward, config)

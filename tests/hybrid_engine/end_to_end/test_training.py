@@ -27,7 +27,11 @@ TP2 = {"tensor_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "lr_decay_steps": 6, "min_lr": 1e-3}
 SCHEDULED = {"optimizer": {"lr": 1e-2, "schedule": COSINE}}
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 2,
+}
 TWO_RANKS: dict[str, Values] = {
     "bf16 replicated dp2": {**BF16, "use_distributed_optimizer": False},
     "fp32 replicated tp2": {**TP2, "use_distributed_optimizer": False},
@@ -45,7 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_engines({2: TWO_RANKS, 4: FOUR_RANKS}, timeout=800)
-def test_losses_and_state_are_bitwise_those_of_training_without_switches(model: Path, case: str) -> None:
+def test_losses_and_state_are_bitwise_those_of_training_without_switches(
+    model: Path, case: str
+) -> None:
     """Switch after each update. A switch offloads everything, and is not counted as an update."""
     actor = {**TWO_RANKS, **FOUR_RANKS}[case]
     train_with_switches(model, actor)  # Some groups of a worker stay until the next one is built.
@@ -54,8 +60,12 @@ def test_losses_and_state_are_bitwise_those_of_training_without_switches(model: 
     # Threads can be fewer than before if an earlier worker was just collected.
     assert num_gloo_threads() <= num_threads, "a process group is left"
     with running(model, **dict(workers.configuration(model, actor).actor_config)) as run:
-        batches = (share_of(run.engine, workers.batch(seed=number)) for number in range(NUM_UPDATES))
-        assert [run.engine.train_step(batch, workers.cross_entropy)["loss"] for batch in batches] == losses
+        batches = (
+            share_of(run.engine, workers.batch(seed=number)) for number in range(NUM_UPDATES)
+        )
+        assert [
+            run.engine.train_step(batch, workers.cross_entropy)["loss"] for batch in batches
+        ] == losses
         assert training_state(run.engine.model) == state
         assert run.engine.model.version == NUM_UPDATES
         assert of_all_ranks(losses)[0] == losses
@@ -77,7 +87,9 @@ def train_with_switches(model: Path, actor: Values) -> tuple[list[float], Values
             offloaded.append(worker.sharding.last_report.bytes_offloaded / training_nbytes)
         with worker.forward_context():
             worker.compute_log_probs(workers.batch(seed=number))
-    assert offloaded[0] >= 1  # includes position embeddings cached by the forward pass of `check_compute`
+    assert (
+        offloaded[0] >= 1
+    )  # includes position embeddings cached by the forward pass of `check_compute`
     assert offloaded[1:] == [1.0] * (NUM_UPDATES - 1)
     with worker.train_context():
         state = training_state(worker.train)
@@ -130,10 +142,14 @@ def test_all_readers_get_the_latest_weights(model: Path, tmp_path: Path) -> None
         worker.save_hf_checkpoint(directory.with_name("hf"))
         live = worker.compute_log_probs(batch)
         assert torch.equal(reference.compute_log_probs(batch), live)
-        with pytest.raises(StateError, match="Megatron's process groups are in use in this process"):
+        with pytest.raises(
+            StateError, match="Megatron's process groups are in use in this process"
+        ):
             workers.build_worker(model, OVERLAP)
         assert torch.equal(worker.compute_log_probs(batch), live)
-    second = workers.build_worker(directory.with_name("hf"), {**OVERLAP, "seed": 99}, random_weights=False)
+    second = workers.build_worker(
+        directory.with_name("hf"), {**OVERLAP, "seed": 99}, random_weights=False
+    )
     with second.train_context():
         assert torch.equal(second.compute_log_probs(batch), live)
         second.update(workers.batch(seed=5), workers.cross_entropy)

@@ -39,7 +39,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    tensors = [
+        *model.parameters(),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
     return [box_digest(local_of(tensor)) for tensor in tensors]
 
 
@@ -52,11 +55,17 @@ def flipped_bit(engine: Any) -> Iterator[None]:
 
     def flip(bucket: Bucket, source: Any, destination: Any, following: Any) -> Costs:
         costs = run(bucket, source, destination, following)
-        received = [transfer for transfer in bucket.transfers if transfer.dst_rank == rank != transfer.src_rank]
+        received = [
+            transfer
+            for transfer in bucket.transfers
+            if transfer.dst_rank == rank != transfer.src_rank
+        ]
         if rank == 1 and received and not flipped:
             place = received[0].dst
             flipped.append(place)
-            destination[place.buffer.name][place.offset : place.offset + 1].view(torch.int16).bitwise_xor_(1)
+            destination[place.buffer.name][place.offset : place.offset + 1].view(
+                torch.int16
+            ).bitwise_xor_(1)
         return costs
 
     with mock.patch.object(engine.sharding.router, "run", flip):
@@ -115,12 +124,16 @@ def lines_of(error: HybridEngineError, at_fault: int) -> list[str]:
 def check_flipped_bit(engine: Any, error: HybridEngineError) -> None:
     (line,) = lines_of(error, 1)
     region = r"(model\.|lm_head)[^\[]*\[[^:]+:[^:]+(, [^:]+:[^:]+)*\]"
-    assert re.fullmatch(rf"{region}: .* of rank 1 differs from the training weights of rank 0", line)
+    assert re.fullmatch(
+        rf"{region}: .* of rank 1 differs from the training weights of rank 0", line
+    )
 
 
 def check_stale_bucket(engine: Any, error: HybridEngineError) -> None:
     lines = lines_of(error, 0)
-    assert {line.partition("[")[0] for line in lines} == set(engine.sharding.plan.buckets[-1].tensors)
+    assert {line.partition("[")[0] for line in lines} == set(
+        engine.sharding.plan.buckets[-1].tensors
+    )
 
 
 def check_live_weight(engine: Any, error: HybridEngineError) -> None:
@@ -185,7 +198,12 @@ def test_another_layer_is_reported_before_the_first_switch(tmp_path: Path) -> No
     config = served_config("llama", torch_dtype="float32")
     model = sharded_models.from_config(write_config(tmp_path / str(dist.get_rank()), config))
     model.model.layers[1].self_attn.scaling *= 2
-    settings = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "infer_tensor_parallel_size": 2}
+    settings = {
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "kv_cache_mb": 16,
+        "infer_tensor_parallel_size": 2,
+    }
     with mock.patch("hybrid_engine.backends.fsdp.model_checks.require_configured"):
         engine = HybridEngine(model=sharded_models.shard(model), rollout_config=settings)
     scale = r"the scale of attention scores is 0\.353553 for the trainer and 0\.176777 for vLLM"

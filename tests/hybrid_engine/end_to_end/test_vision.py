@@ -1,8 +1,9 @@
 """Small random models of images and text: FSDP2 on two ranks, real vLLM, real processors.
 
-    python -m tests.hybrid_engine.end_to_end.test_vision PROGRAM MODEL DIRECTORY     # a rank of a test
+    python -m tests.hybrid_engine.end_to_end.test_vision PROGRAM MODEL DIRECTORY  # a rank
 
-The ranks run programs, because the fork server of other tests has imported vLLM without torchvision.
+The ranks run programs, because the fork server of other tests has imported vLLM without
+torchvision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from hybrid_engine.trainer.batches.image_rows import images_in
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import run_python
 from tests.zoo import workers
-from tests.zoo.vision_models import IMAGE, SMALL_VISION, VIDEO, required_environment, write_vision_model
+from tests.zoo.vision_models import (
+    IMAGE,
+    SMALL_VISION,
+    VIDEO,
+    required_environment,
+    write_vision_model,
+)
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -54,11 +61,22 @@ def chat_of(*images: Any, text: str = "is the image red ?") -> list[Values]:
 def configuration(model: Path, generate: Mapping[str, Any], **actor: Any) -> HybridConfig:
     config = json.loads((model / "config.json").read_text())
     # vLLM's gated delta nets take no other dtype on a CPU.
-    rounded = {"compress_reshard": True, "compression_dtype": "bfloat16"} if config["model_type"] == "qwen3_5" else {}
+    rounded = (
+        {"compress_reshard": True, "compression_dtype": "bfloat16"}
+        if config["model_type"] == "qwen3_5"
+        else {}
+    )
     values = workers.settings(
         str(model),
         {"fsdp": {}, "params_dtype": "float32", "seq_length": LENGTH, **actor},
-        {"max_model_len": LENGTH, "max_num_seqs": 8, "kv_cache_mb": 64, "bucket_mb": 1, **rounded, **generate},
+        {
+            "max_model_len": LENGTH,
+            "max_num_seqs": 8,
+            "kv_cache_mb": 64,
+            "bucket_mb": 1,
+            **rounded,
+            **generate,
+        },
     )
     return load_config({"random_weights": True, **values}, 2)
 
@@ -76,7 +94,9 @@ def reference_log_probs(checkpoint: Path, batch: Batch) -> torch.Tensor:
 
     architecture = json.loads((checkpoint / "config.json").read_text())["architectures"][0]
     model_class = getattr(transformers, architecture)
-    model = model_class.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_class.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     names = inspect.signature(model.forward).parameters
     undrawn = [IMAGE, VIDEO] if hasattr(model.config, "video_token_id") else [IMAGE]
     images = images_in(batch)
@@ -88,14 +108,18 @@ def reference_log_probs(checkpoint: Path, batch: Batch) -> torch.Tensor:
         is_image = (tokens == IMAGE).long()[None]
         further = {**inputs, "mm_token_type_ids": is_image, "token_type_ids": is_image}
         with torch.no_grad():
-            logits = model(tokens[None], **{name: further[name] for name in further if name in names}).logits[0]
+            logits = model(
+                tokens[None], **{name: further[name] for name in further if name in names}
+            ).logits[0]
         logits[:, undrawn] -= 100
         rows.append((logits / temperature).log_softmax(-1).gather(-1, labels[:, None])[:, 0])
     return torch.stack(rows)
 
 
 def answered(groups: list[list[Completion]]) -> tuple[list[Completion], TensorDict, torch.Tensor]:
-    """Return the completions, a batch of them, and vLLM's log-probabilities of their tokens in a row."""
+    """Return the completions, a batch of them, and vLLM's log-probabilities of their tokens in a
+    row.
+    """
     answers = [completion for group in groups for completion in group]
     batch = build_batch([answer.prompt_token_ids for answer in answers], answers, LENGTH)
     return answers, batch, torch.tensor([answer.logprobs for answer in answers]).flatten()
@@ -103,13 +127,16 @@ def answered(groups: list[list[Completion]]) -> tuple[list[Completion], TensorDi
 
 def switch(model: Path, directory: Path) -> None:
     """Switch three times with steps between, and compare log-probabilities of three engines."""
-    worker = ActorHybridWorker(configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"}))
+    worker = ActorHybridWorker(
+        configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"})
+    )
     pair = chat_of(image_of(1, (40, 40)), image_of(2, (96, 56)))
     prompts = [chat_of(image_of(0)), pair, chat_of(image_of(0)), chat_of(image_of(3))]
     # vLLM computes Qwen3.5 in bfloat16.
     tolerance = 0.05 if worker.config.generate_config.compress_reshard else 1e-5
     for number in range(3):
-        # The same images: if a switch kept vLLM's cache of features, its log-probabilities would differ by 0.4.
+        # The same images: if a switch kept vLLM's cache of features, its log-probabilities would
+        # differ by 0.4.
         with worker.rollout_context():
             groups = worker.generate_sequences(prompts, SAMPLED)
             if number == 0:
@@ -117,7 +144,9 @@ def switch(model: Path, directory: Path) -> None:
                     worker.generate_sequences([chat_of(7)], SAMPLED)
                 with pytest.raises(ArgumentError, match="has tokens of images, but no images"):
                     worker.generate_sequences([list(groups[0][0].prompt_token_ids)], SAMPLED)
-                with pytest.raises(ArgumentError, match="has images, and conversations are text alone"):
+                with pytest.raises(
+                    ArgumentError, match="has images, and conversations are text alone"
+                ):
                     converse(worker, prompts, SAMPLED, lambda prompt: lambda answer: None)
         flat, batch, drawn = answered(groups)
         is_drawn = batch["mask"].bool()
@@ -132,7 +161,9 @@ def switch(model: Path, directory: Path) -> None:
             worker.update(batch, cross_entropy)
     report = worker.sharding.last_report
     assert report.bytes_received == report.bytes_least
-    assert {"preprocessor_config.json", "tokenizer.json"} <= {path.name for path in checkpoint.iterdir()}
+    assert {"preprocessor_config.json", "tokenizer.json"} <= {
+        path.name for path in checkpoint.iterdir()
+    }
     assert groups[0][0].logprobs != groups[3][0].logprobs, "the image has no effect"
     with worker.train_context():
         check_refusals(worker, batch, flat)
@@ -140,10 +171,12 @@ def switch(model: Path, directory: Path) -> None:
 
 
 def trainer_alone(model: Path, directory: Path) -> None:
-    """Switch a model whose images vLLM cannot compute here; compare text, and images in training."""
+    """Switch a model whose images vLLM cannot compute; compare text, and images in training."""
     from hybrid_engine.backends.vllm.prompts import ModelTokenizer, rendering_of
 
-    worker = ActorHybridWorker(configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"}))
+    worker = ActorHybridWorker(
+        configuration(model, {"infer_tensor_parallel_size": 2, "verify": "full"})
+    )
     tokenizer = ModelTokenizer(str(model))
     pair = chat_of(image_of(1, (40, 40)), image_of(2, (96, 56)))
     chats = [pair, chat_of(image_of(0)), pair, chat_of(image_of(3))]
@@ -154,7 +187,9 @@ def trainer_alone(model: Path, directory: Path) -> None:
                 worker.generate_sequences(chats, SAMPLED)
             groups = worker.generate_sequences([chat_of(), chat_of(text="is")], SAMPLED)
         refused = [str(finding) for finding in caught.value.findings]
-        assert [text.partition(", ")[0] for text in refused] == [f"prompts[{index}]: has images" for index in range(4)]
+        assert [text.partition(", ")[0] for text in refused] == [
+            f"prompts[{index}]: has images" for index in range(4)
+        ]
         assert "vLLM's attention here (CPU_ATTN) is causal within images, too" in refused[0]
         answers, batch, drawn = answered(groups)
         pairs = zip(pictured, answers, strict=True)
@@ -179,9 +214,15 @@ def check_refusals(worker: ActorHybridWorker, batch: TensorDict, flat: Any) -> N
     assert images is not None
     rows_of = type(images)
     calls = {
-        "rows-without-images": lambda: worker.compute_log_probs({**batch, "images": rows_of([{}, *images.rows[1:]])}),
-        "wrong-number-of-rows": lambda: worker.compute_log_probs({**batch, "images": rows_of(images.rows[1:])}),
-        "images-unsupported": lambda: pack([completion.prompt_token_ids for completion in flat], flat, LENGTH),
+        "rows-without-images": lambda: worker.compute_log_probs(
+            {**batch, "images": rows_of([{}, *images.rows[1:]])}
+        ),
+        "wrong-number-of-rows": lambda: worker.compute_log_probs(
+            {**batch, "images": rows_of(images.rows[1:])}
+        ),
+        "images-unsupported": lambda: pack(
+            [completion.prompt_token_ids for completion in flat], flat, LENGTH
+        ),
     }
     for code, call in calls.items():
         with pytest.raises(BatchError) as caught:
@@ -205,13 +246,17 @@ def replicas(model: Path, directory: Path) -> None:
         of_rank = worker.generate_sequences(prompts[: 1 + worker.rank], SAMPLED, data="local")
     worker.shutdown()
     assert of_all[0] == of_rank[0] or worker.rank == 1
-    assert [sorted(group[0].image_inputs) for group in of_all] == [["image_grid_thw", "pixel_values"]] * 3
+    assert [sorted(group[0].image_inputs) for group in of_all] == [
+        ["image_grid_thw", "pixel_values"]
+    ] * 3
 
 
 def frozen(model: Path, directory: Path) -> None:
     """Switch three times with steps between, while the vision tower is frozen."""
     kept = {"incremental": "auto", "incremental_mb": 64, "verify": "full"}
-    configured = configuration(model, {"infer_tensor_parallel_size": 2, **kept}, frozen_parameters=["model.visual.*"])
+    configured = configuration(
+        model, {"infer_tensor_parallel_size": 2, **kept}, frozen_parameters=["model.visual.*"]
+    )
     worker = ActorHybridWorker(configured)
     # Weights of vLLM are float32.
     shards = worker.inference.adaptor.layout().shards
@@ -221,7 +266,9 @@ def frozen(model: Path, directory: Path) -> None:
         with worker.rollout_context():
             report = worker.sharding.last_report
             moved.append((report.bytes_own + report.bytes_received, report.bytes_skipped))
-            groups = worker.generate_sequences([chat_of(image_of(0)), chat_of(image_of(1))], SAMPLED)
+            groups = worker.generate_sequences(
+                [chat_of(image_of(0)), chat_of(image_of(1))], SAMPLED
+            )
         _, batch, drawn = answered(groups)
         with worker.train_context():
             scores = worker.compute_log_probs(batch)[batch["mask"].bool()]

@@ -49,14 +49,19 @@ INVALID: dict[str, bytes] = {
     "numbers as keys": b"5: 1\n7: 2",
     "many unknown keys": b"\n".join(b"key%d: 1" % i for i in range(2000)),
     "long key": b"x" * 1000 + b": 1",
-    "sections that are none": b"model: x\nactor_config: 5\ngenerate_config: [1]\nrl_config: x\nsampling: 5",
+    "sections that are none": b"model: x\nactor_config: 5\ngenerate_config: [1]\nrl_config: "
+    b"x\nsampling: 5",
 }
 
 
 def read_script(config: Path, prompts: Path | None = None) -> Any:
-    args = Namespace(rank=1, world_size=1, optimizer="adam", params_dtype="torch.float32", num_experts=None)
+    args = Namespace(
+        rank=1, world_size=1, optimizer="adam", params_dtype="torch.float32", num_experts=None
+    )
     options = ReshardingOptions(enabled=True, config=config, prompts=prompts, output=config.parent)
-    return read_settings(SimpleNamespace(options=options, args=args, transformer_config=lambda: SimpleNamespace()))
+    return read_settings(
+        SimpleNamespace(options=options, args=args, transformer_config=lambda: SimpleNamespace())
+    )
 
 
 def read_prompts(path: Path) -> Any:
@@ -80,7 +85,9 @@ def refusal(reader: Callable[[Path], Any], path: Path) -> str:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", INVALID)
-def test_an_invalid_file_is_refused_with_a_short_message(reader: str, name: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_with_a_short_message(
+    reader: str, name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "settings.yaml"
     path.write_bytes(INVALID[name])
     message = refusal(READERS[reader], path)
@@ -102,7 +109,17 @@ def test_lines_of_another_file_are_not_repeated(reader: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reader", [*READERS, "problems"])
 @pytest.mark.parametrize(
-    "name", ["missing", "directory", "pipe", "/dev/zero", "NUL\0", "long" * 2000, "no UTF-8 \udcff", "\ud800"]
+    "name",
+    [
+        "missing",
+        "directory",
+        "pipe",
+        "/dev/zero",
+        "NUL\0",
+        "long" * 2000,
+        "no UTF-8 \udcff",
+        "\ud800",
+    ],
 )
 def test_a_path_without_a_regular_file_is_refused(reader: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
@@ -125,16 +142,21 @@ def test_invalid_problems_are_refused(content: bytes, tmp_path: Path) -> None:
     assert len(message) < LONGEST_MESSAGE
 
 
-@pytest.mark.parametrize("content", [b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b"",
+@pytest.mark.parametrize("content", [
+    b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b"",
                                      b'{"hidden_size": 8, "hidden_size": 16}'])  # fmt: skip
 def test_a_model_config_without_keys_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    assert str(tmp_path / "config.json") in refusal(lambda path: load_config({"model": str(path)}, 1), tmp_path)
+    assert str(tmp_path / "config.json") in refusal(
+        lambda path: load_config({"model": str(path)}, 1), tmp_path
+    )
 
 
 def test_yaml_is_read_as_by_pyyaml(tmp_path: Path) -> None:
     """A few anchors, merges and a byte order mark are allowed."""
-    text = "base: &base {lr: 1.5, use: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
+    text = (
+        "base: &base {lr: 1.5, use: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
+    )
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     assert read_yaml(path, "key") == yaml.safe_load(text)

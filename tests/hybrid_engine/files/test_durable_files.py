@@ -32,11 +32,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: (path / "no").read_text(), "no such file or directory"),
     "cut short": (lambda path: pickle.loads(b"\x80"), "damaged or cut short (UnpicklingError: "),
     "empty pickle": (lambda path: pickle.loads(b""), "damaged or cut short (EOFError: "),
-    "json": (lambda path: json.loads("{"), "damaged or cut short (JSONDecodeError: Expecting property name"),
+    "json": (
+        lambda path: json.loads("{"),
+        "damaged or cut short (JSONDecodeError: Expecting property name",
+    ),
     "deep json": (lambda path: json.loads("[" * 100_000), "damaged or cut short (RecursionError"),
     "utf-8": (lambda path: b"\xff".decode(), "damaged or cut short (UnicodeDecodeError: "),
     "directory": (lambda path: path.read_text(), "is a directory"),
-    "no archive": (lambda path: torch.load(__file__, weights_only=True), "damaged or cut short (UnpicklingError"),
+    "no archive": (
+        lambda path: torch.load(__file__, weights_only=True),
+        "damaged or cut short (UnpicklingError",
+    ),
     "long name": (lambda path: (path / ("x" * 300)).write_text(""), "file name too long"),
 }
 
@@ -44,17 +50,29 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_name_the_file(name: str, tmp_path: Path) -> None:
     fault, message = FAULTS[name]
-    with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path, "Write them again"):
+    with (
+        pytest.raises(FileError) as caught,
+        naming("reading the settings", tmp_path, "Write them again"),
+    ):
         fault(tmp_path)
     assert str(caught.value).startswith(f"reading the settings {tmp_path}: {message}")
-    assert str(caught.value).endswith("Write them again" if "damaged" in message else "its file system allows")
+    assert str(caught.value).endswith(
+        "Write them again" if "damaged" in message else "its file system allows"
+    )
     assert caught.value.__cause__ is not None
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_other_errors_are_not_wrapped() -> None:
     config_error = ConfigError([Violation("key", "wrong", "Correct it")])
-    for error in (config_error, StateError("no"), KeyboardInterrupt(), KeyError("a"), TypeError("b"), FileError("c")):
+    for error in (
+        config_error,
+        StateError("no"),
+        KeyboardInterrupt(),
+        KeyError("a"),
+        TypeError("b"),
+        FileError("c"),
+    ):
         with pytest.raises(type(error)) as caught, naming("reading", "there"):
             raise error
         assert caught.value is error
@@ -69,7 +87,11 @@ class Unpicklable:
 
 def test_memory_errors_are_not_blamed_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rank0000.pt"
-    with pytest.raises(RuntimeError, match="CUDA out of memory"), naming("writing", path), path.open("wb") as file:
+    with (
+        pytest.raises(RuntimeError, match="CUDA out of memory"),
+        naming("writing", path),
+        path.open("wb") as file,
+    ):
         torch.save({"a": Unpicklable()}, file)
 
 
@@ -95,7 +117,11 @@ def test_a_full_disk_during_torch_save_is_reported(small_disk: Path) -> None:
     """torch's message is "unexpected pos 704 vs 598"."""
     path = small_disk / "rank0000.pt"
     values = (f"writing the checkpoint {path}", "no space left", f"0.0 MB free on {small_disk}")
-    with refused(FileError, "file-failed", *values), naming("writing the checkpoint", path), path.open("wb") as file:
+    with (
+        refused(FileError, "file-failed", *values),
+        naming("writing the checkpoint", path),
+        path.open("wb") as file,
+    ):
         torch.save({"a": torch.zeros(MIB)}, file)
 
 
@@ -105,7 +131,9 @@ def test_a_killed_write_leaves_old_or_new(tmp_path: Path) -> None:
     def prepare() -> None:
         write_text(path, "old")
 
-    contents = [path.read_text() for _ in kill_at_every_step(lambda: write_text(path, "new"), prepare)]
+    contents = [
+        path.read_text() for _ in kill_at_every_step(lambda: write_text(path, "new"), prepare)
+    ]
     assert set(contents) == {"old", "new"}
     assert contents == sorted(contents, reverse=True)
 
@@ -128,7 +156,9 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "1\n"
 
 
-def test_a_complete_last_line_is_kept_and_a_removal_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_last_line_is_kept_and_a_removal_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\n{"a": 2}')
     with file_size_limit(20), pytest.raises(FileError):

@@ -18,7 +18,13 @@ from hybrid_engine.files.model_files import INDEX, SINGLE, weight_files
 from tests.harness.errors import refused, violated
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {"config.json": "{}", "tokenizer_config.json": "{}", "README.md": "#", SINGLE: "weights", "extra.bin": "?"}
+FILES = {
+    "config.json": "{}",
+    "tokenizer_config.json": "{}",
+    "README.md": "#",
+    SINGLE: "weights",
+    "extra.bin": "?",
+}
 SHARDS = {INDEX: json.dumps({"weight_map": {"a": "one.safetensors"}}), "one.safetensors": "weights"}
 REPOSITORIES: dict[str, dict[str, str]] = {
     "org/single": FILES,
@@ -39,7 +45,9 @@ class FakeHub(BaseHTTPRequestHandler):
                 return self._refuse(404, "RevisionNotFound")
             if path == f"api/models/{repository}/tree/{COMMIT}":
                 kind = {"type": "file", "oid": "0" * 40}
-                return self._answer(json.dumps([{**kind, "path": name, "size": len(files[name])} for name in files]))
+                return self._answer(
+                    json.dumps([{**kind, "path": name, "size": len(files[name])} for name in files])
+                )
             if path.startswith(f"{repository}/resolve/{COMMIT}/"):
                 return self._answer(files[path.rpartition("/")[2]])
         if "gated" in path:
@@ -76,7 +84,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     site = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", site)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", site + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", site + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(hf_api.api, "endpoint", site)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -94,7 +104,9 @@ def refusal(name: str, revision: str | None = None) -> Violation:
     return violation
 
 
-def test_paths_are_never_looked_up_on_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_never_looked_up_on_the_hub(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_model("./org/single") == Path("org/single")
     monkeypatch.chdir(tmp_path)
     config = {"model": "./org/single", "critic_config": {"model": "./org/sharded"}}
@@ -115,7 +127,9 @@ def test_weights_are_downloaded_after_the_configuration(hub: Path) -> None:
     assert names_in(directory) == {"config.json", "tokenizer_config.json"}
     snapshot = HubSnapshot.at(directory)
     assert snapshot == HubSnapshot("org/single", COMMIT, hub) == HubSnapshot.in_cache("org/single")
-    assert [HubSnapshot.in_cache(name) for name in ("org/other", "a/path/to", str(directory))] == [None] * 3
+    assert [HubSnapshot.in_cache(name) for name in ("org/other", "a/path/to", str(directory))] == [
+        None
+    ] * 3
     snapshot.download()
     assert names_in(directory) == {"config.json", "tokenizer_config.json", SINGLE}
     assert (directory / SINGLE).read_text() == "weights"
@@ -129,7 +143,9 @@ def test_the_indexed_weights_are_downloaded(hub: Path) -> None:
     assert names_in(directory) == {"config.json", *SHARDS}
 
 
-def test_cached_models_are_used_without_a_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_models_are_used_without_a_network(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     directory = find_model("org/single", "main")
@@ -155,7 +171,9 @@ def test_refusals_of_the_hub_have_a_remedy(hub: Path) -> None:
         pickled.download()
 
 
-def test_an_existing_path_is_not_a_model_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_is_not_a_model_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
@@ -168,7 +186,8 @@ def test_an_existing_path_is_not_a_model_id(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "path", ["models--org--name/snapshots/main", f"snapshots/{COMMIT}", f"a--b--c/snapshots/{COMMIT}"]
+    "path",
+    ["models--org--name/snapshots/main", f"snapshots/{COMMIT}", f"a--b--c/snapshots/{COMMIT}"],
 )
 def test_other_directories_are_not_snapshots(path: str) -> None:
     assert HubSnapshot.at(Path("/cache") / path) is None
@@ -179,7 +198,9 @@ def test_weight_files_come_from_the_index_or_the_only_file(tmp_path: Path) -> No
     assert weight_files(tmp_path) == [SINGLE]
     for name in ("b.safetensors", "a.safetensors"):
         (tmp_path / name).touch()
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}})
+    )
     assert weight_files(tmp_path) == ["a.safetensors", "b.safetensors"]
 
 
@@ -197,7 +218,14 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     },
     **{
         f"an index with {text}": (INDEX, text, "invalid-index")
-        for text in ("[]", "null", "{}", '{"weight_map": null}', '{"weight_map": {}}', '{"weight_map": 5}')
+        for text in (
+            "[]",
+            "null",
+            "{}",
+            '{"weight_map": null}',
+            '{"weight_map": {}}',
+            '{"weight_map": 5}',
+        )
     },
 }
 

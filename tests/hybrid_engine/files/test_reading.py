@@ -41,7 +41,11 @@ def test_memory_depends_on_the_file_and_not_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
 def test_an_irregular_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "file"
-    makers = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "directory": Path.mkdir}
+    makers = {
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "directory": Path.mkdir,
+    }
     makers[kind](path)
     with pytest.raises(ValueError, match="it is not a regular file"):
         read_regular(path, 5)

@@ -80,8 +80,14 @@ def grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool =
             self.before = clone_parameters(trainer.model)
             if is_sharded:
                 shard_by_fsdp2(trainer)
-            watch(trainer, "_infer_single_or_multi_turn", lambda *_: record_switch(trainer.rollouts.engine.sharding))
-            watch(trainer, "_score_completions", lambda *_: observed["states"].append(state(trainer)))
+            watch(
+                trainer,
+                "_infer_single_or_multi_turn",
+                lambda *_: record_switch(trainer.rollouts.engine.sharding),
+            )
+            watch(
+                trainer, "_score_completions", lambda *_: observed["states"].append(state(trainer))
+            )
             watch(trainer, "_compute_rollout_offpolicy_metrics", compare)
             return super().train(trainer)
 
@@ -134,15 +140,52 @@ def arguments(model: str, out: str, tensor_parallel_size: int) -> list[str]:
             "torch_dtype": "float32",
             "use_hf": "true",
         },
-        **{"dataset": directory / "data.jsonl", "split_dataset_ratio": 0, "load_from_cache_file": "false"},
-        **{"external_plugins": directory / "plugin.py", "output_dir": directory / "out", "add_version": "false"},
-        **{"use_vllm": "true", "vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel_size},
-        **{"vllm_max_model_len": 64, "sleep_level": 1, "offload_model": "true", "offload_optimizer": "true"},
-        **{"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 4, "temperature": 1},
-        **{"max_steps": NUM_STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_ratio": 0},
-        **{"logging_steps": 1, "save_strategy": "no", "report_to": "none", "log_rollout_offpolicy_metrics": "true"},
+        **{
+            "dataset": directory / "data.jsonl",
+            "split_dataset_ratio": 0,
+            "load_from_cache_file": "false",
+        },
+        **{
+            "external_plugins": directory / "plugin.py",
+            "output_dir": directory / "out",
+            "add_version": "false",
+        },
+        **{
+            "use_vllm": "true",
+            "vllm_mode": "colocate",
+            "vllm_tensor_parallel_size": tensor_parallel_size,
+        },
+        **{
+            "vllm_max_model_len": 64,
+            "sleep_level": 1,
+            "offload_model": "true",
+            "offload_optimizer": "true",
+        },
+        **{
+            "max_completion_length": 8,
+            "num_generations": 4,
+            "per_device_train_batch_size": 4,
+            "temperature": 1,
+        },
+        **{
+            "max_steps": NUM_STEPS,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "warmup_ratio": 0,
+        },
+        **{
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "log_rollout_offpolicy_metrics": "true",
+        },
         **{"dataloader_num_workers": 0, "dataset_num_proc": 1, "gradient_accumulation_steps": 1},
-        **{"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "attn_impl": "sdpa"},
+        **{
+            "use_cpu": "true",
+            "bf16": "false",
+            "gradient_checkpointing": "false",
+            "attn_impl": "sdpa",
+        },
     }
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
@@ -154,10 +197,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @with_ms_swift
 @pytest.mark.long
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "Parameter"), (2, "Parameter"), (2, "DTensor")])
-def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: Path, num_ranks: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"), [(1, "Parameter"), (2, "Parameter"), (2, "DTensor")]
+)
+def test_grpo_generates_with_our_weights(
+    engines: Ranks, model: str, tmp_path: Path, num_ranks: int, kind: str
+) -> None:
     """Train alone, in DDP, and sharded by accelerate's FSDP2."""
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("abc", "hello", "1+1=", "xyz")] * 8
+    rows = [
+        {"messages": [{"role": "user", "content": text}]}
+        for text in ("abc", "hello", "1+1=", "xyz")
+    ] * 8
     (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "plugin.py").write_text(PLUGIN)
     arguments = (model, str(tmp_path), num_ranks, kind == "DTensor")
@@ -196,10 +246,23 @@ class Mixin:
     """Stand-in for ms-swift's mixin, with the replaced methods."""
 
     def __init__(self, **changes: Any) -> None:
-        plain = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_lora": False, "vllm_engine_kwargs": None}
-        plain |= {"vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_len": 64}
+        plain = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_enable_lora": False,
+            "vllm_engine_kwargs": None,
+        }
+        plain |= {
+            "vllm_tensor_parallel_size": 2,
+            "vllm_gpu_memory_utilization": 0.3,
+            "vllm_max_model_len": 64,
+        }
         plain |= {"vllm_enable_prefix_caching": True, "vllm_enforce_eager": True}
-        plain |= {"vllm_max_num_seqs": None, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+        plain |= {
+            "vllm_max_num_seqs": None,
+            "per_device_train_batch_size": 4,
+            "steps_per_generation": 2,
+        }
         plain |= {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}
         self.args = SimpleNamespace(**{**plain, **changes})
         self.model = SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=False))
@@ -230,7 +293,10 @@ class Engine:
 @pytest.fixture
 def mixin(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mixin]]:
     pretend_version(monkeypatch, f"{ours.TESTED_VERSION}.0")
-    for name, value in (("rlhf_trainers.rollout_mixin", Mixin), ("infer_engine.vllm_engine", Engine)):
+    for name, value in (
+        ("rlhf_trainers.rollout_mixin", Mixin),
+        ("infer_engine.vllm_engine", Engine),
+    ):
         kind = {Mixin: "RolloutTrainerMixin", Engine: "VllmEngine"}[value]
         monkeypatch.setitem(sys.modules, f"swift.{name}", SimpleNamespace(**{kind: value}))
     monkeypatch.delitem(sys.modules, "swift.megatron", raising=False)
@@ -249,8 +315,15 @@ def test_adopts_settings_of_ms_swift(mixin: type[Mixin]) -> None:
         config = trainer.rollouts._config
         assert (config["infer_tensor_parallel_size"], config["max_model_len"]) == (2, 64)
         assert config["max_num_seqs"] == 4, "arguments of the caller override"
-        assert config["vllm"] == {"trust_remote_code": True, "enable_prefix_caching": True, "block_size": 16}
-        assert {getattr(trainer.args, name) for name in ("sleep_level", "offload_model", "offload_optimizer")} == {0}
+        assert config["vllm"] == {
+            "trust_remote_code": True,
+            "enable_prefix_caching": True,
+            "block_size": 16,
+        }
+        assert {
+            getattr(trainer.args, name)
+            for name in ("sleep_level", "offload_model", "offload_optimizer")
+        } == {0}
         assert trainer.vllm_tensor_parallel_size == 1, "ms-swift must not gather prompts"
         with refused(StateError, "not-training", "trainer.train()"):
             trainer._fast_infer([])
@@ -262,7 +335,11 @@ def test_adopts_settings_of_ms_swift(mixin: type[Mixin]) -> None:
 
 
 def test_unsupported_settings_are_refused(mixin: type[Mixin]) -> None:
-    changes = {"vllm_mode": "server", "vllm_enable_lora": True, "vllm_engine_kwargs": {"seed": 1, "block_size": 16}}
+    changes = {
+        "vllm_mode": "server",
+        "vllm_enable_lora": True,
+        "vllm_engine_kwargs": {"seed": 1, "block_size": 16},
+    }
     refused = has_violations(
         ("vllm_mode", "unsupported-value"),
         ("vllm_enable_lora", "unsupported-value"),
@@ -277,13 +354,17 @@ def test_unsupported_settings_are_refused(mixin: type[Mixin]) -> None:
     assert "block_size, seed" in str(caught.value)
 
 
-def test_megatron_and_its_ray_workers_are_refused(mixin: type[Mixin], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_and_its_ray_workers_are_refused(
+    mixin: type[Mixin], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "swift.megatron", SimpleNamespace())
     with violated(ConfigError, ("--external_plugins", "not-supported")):
         ours.install()
 
 
-def test_requests_of_a_rollout_may_have_different_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_rollout_may_have_different_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
 
     def request_outputs(engine: Any, prompts: Any, samplings: Any) -> list[Any]:

@@ -38,7 +38,13 @@ from tests.zoo.tokenizers import save_characters
 
 NUM_STEPS = 3
 WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
-REQUEST = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+REQUEST = {
+    "prompt": [5, 6, 7, 8],
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
 CLOSE = 1e-5
 """Tolerance of float32 log-probabilities of vLLM and trainer; measured: 2e-6."""
 
@@ -73,13 +79,26 @@ def write_model(directory: Path) -> str:
 
 def share_of_letters(completions: Sequence[Any], **_: Any) -> list[float]:
     """Reward that differs between the completions of a prompt."""
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[-1]["content"]
+        for completion in completions
+    ]
     return [sum(map(str.isalpha, text)) / 8 for text in texts]
 
 
 def settings(out: str, **more: Any) -> Values:
-    common = {"output_dir": out, "max_steps": NUM_STEPS, "max_completion_length": 8, "num_generations": 4}
-    common |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none"}
+    common = {
+        "output_dir": out,
+        "max_steps": NUM_STEPS,
+        "max_completion_length": 8,
+        "num_generations": 4,
+    }
+    common |= {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
     return {**common, "use_cpu": True, "bf16": False, "logging_steps": 1, **more}
 
 
@@ -101,19 +120,28 @@ def full_parameters(trainer: Any) -> TensorDict:
     return parameters
 
 
-def colocated_grpo(model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False) -> Values:
+def colocated_grpo(
+    model: str, out: str, tensor_parallel_size: int = 1, is_sharded: bool = False
+) -> Values:
     """Train; return TRL's log-probability differences by step, and the trained parameters."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     data = Dataset.from_list([{"prompt": text} for text in ("abc", "hello", "1+1=", "xyz")] * 8)
     config = GRPOConfig(
-        **settings(out, use_vllm=True, vllm_max_model_length=64, vllm_tensor_parallel_size=tensor_parallel_size)
+        **settings(
+            out,
+            use_vllm=True,
+            vllm_max_model_length=64,
+            vllm_tensor_parallel_size=tensor_parallel_size,
+        )
     )
     reports = []
     states = []
     with ours.colocated(verify="full"):
-        trainer = GRPOTrainer(model=model, reward_funcs=share_of_letters, args=config, train_dataset=data)
+        trainer = GRPOTrainer(
+            model=model, reward_funcs=share_of_letters, args=config, train_dataset=data
+        )
         before = clone_parameters(trainer.model)
         if is_sharded:
             shard_by_fsdp2(trainer)
@@ -184,7 +212,9 @@ def tree_attention(
     bounds_k = tree_cu_seqlens_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
         index = tree_kv_index[k0:k1]
-        keys, values = (tensor[index].repeat_interleave(groups, 1).transpose(0, 1) for tensor in (key, value))
+        keys, values = (
+            tensor[index].repeat_interleave(groups, 1).transpose(0, 1) for tensor in (key, value)
+        )
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
         output = torch.nn.functional.scaled_dot_product_attention(
             query[q0:q1].transpose(0, 1), keys, values, mask, scale=scaling
@@ -200,7 +230,9 @@ def async_grpo(model: str, out: str, url: str) -> Values:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("abc", "xyz")] * 8)
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": text}]} for text in ("abc", "xyz")] * 8
+    )
     config = AsyncGRPOConfig(**settings(out, vllm_server_base_url=url, dtype="float32"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = qwen3_chat_template  # TRL parses completions by its templates
@@ -251,7 +283,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_trained(results: Values) -> None:
-    assert [difference for (difference,) in results["differences"]] == pytest.approx([0.0] * NUM_STEPS, abs=CLOSE)
+    assert [difference for (difference,) in results["differences"]] == pytest.approx(
+        [0.0] * NUM_STEPS, abs=CLOSE
+    )
     assert results["versions"] == list(range(NUM_STEPS))
     assert results["verified"] == [results["parameters"]] * NUM_STEPS, "bit by bit"
     assert results["surplus"] == [0] * NUM_STEPS, "bytes above the minimum"
@@ -265,7 +299,9 @@ def test_grpo_generates_with_our_weights(engines: Ranks, model: str, tmp_path: P
 
 
 @with_trl
-def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, tmp_path: Path) -> None:
+def test_copies_and_shards_reach_two_ranks_of_vllm(
+    engines: Ranks, model: str, tmp_path: Path
+) -> None:
     """DDP and accelerate's FSDP2, with equal results."""
     results = {
         kind: engines.launch(colocated_grpo, 2, model, str(tmp_path / kind), 2, kind == "shards")[0]
@@ -274,7 +310,9 @@ def test_copies_and_shards_reach_two_ranks_of_vllm(engines: Ranks, model: str, t
     for kind, result in results.items():
         assert_trained(result)
         assert result["kinds"] == {"DTensor" if kind == "shards" else "Parameter"}
-    for copies, shards in zip(results["copies"]["losses"], results["shards"]["losses"], strict=True):
+    for copies, shards in zip(
+        results["copies"]["losses"], results["shards"]["losses"], strict=True
+    ):
         assert shards == pytest.approx(copies, abs=1e-4)
 
 
@@ -291,9 +329,13 @@ def test_the_example_says_that_it_uses_the_engine_and_learns() -> None:
 @with_trl
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_async_grpo_publishes_to_a_server(engines: Ranks, model: str, tmp_path: Path, num_ranks: int) -> None:
+def test_async_grpo_publishes_to_a_server(
+    engines: Ranks, model: str, tmp_path: Path, num_ranks: int
+) -> None:
     with serving(model, tmp_path, *WITH_TOKENIZER, *FILLED) as server:
-        results, *_ = engines.launch(async_grpo, num_ranks, model, str(tmp_path / "out"), server.url, timeout=400)
+        results, *_ = engines.launch(
+            async_grpo, num_ranks, model, str(tmp_path / "out"), server.url, timeout=400
+        )
     assert results["versions"] == list(range(NUM_STEPS + 1))
     assert results["first ratio"] == pytest.approx(1.0, abs=CLOSE)
     assert results["difference"] < CLOSE
@@ -304,7 +346,9 @@ def test_async_grpo_publishes_to_a_server(engines: Ranks, model: str, tmp_path: 
 @pytest.mark.long
 def test_async_grpo_requires_our_load_format(engines: Ranks, model: str, tmp_path: Path) -> None:
     with serving(model, tmp_path, *WITH_TOKENIZER) as server:
-        refused = engines.run_alone(refusal_of, model, str(tmp_path / "out"), server.url, timeout=400)
+        refused = engines.run_alone(
+            refusal_of, model, str(tmp_path / "out"), server.url, timeout=400
+        )
     assert refused == [("vllm_server_base_url", "wrong-load-format")]
 
 
@@ -320,12 +364,16 @@ def refusal_of(model: str, out: str, url: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("call", [lambda: ours.colocated().__enter__(), ours.WeightTransfer])
-def test_a_missing_or_untested_version_is_reported(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_untested_version_is_reported(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_version(monkeypatch, None)
     with pytest.raises(DependencyError, check=has_code("needs-package", "pip install '.[trl]'")):
         call()
     pretend_version(monkeypatch, "1.160.0")
-    with pytest.raises(DependencyError, check=has_code("untested-version", "trl 1.160.0", "1.16 was tested")):
+    with pytest.raises(
+        DependencyError, check=has_code("untested-version", "trl 1.160.0", "1.16 was tested")
+    ):
         call()
 
 
@@ -333,13 +381,27 @@ def accelerator(how: str = "NO", fsdp_version: int | None = None) -> Any:
     plugin = None if fsdp_version is None else SimpleNamespace(fsdp_version=fsdp_version)
     state = SimpleNamespace(fsdp_plugin=plugin)
     return SimpleNamespace(
-        distributed_type=f"DistributedType.{how}", state=state, unwrap_model=lambda model: model, process_index=0
+        distributed_type=f"DistributedType.{how}",
+        state=state,
+        unwrap_model=lambda model: model,
+        process_index=0,
     )
 
 
 def generation(**changes: Any) -> Any:
-    plain = {"accelerator": accelerator(), "mode": "colocate", "model_impl": "vllm", "logprobs": 0, "model": None}
-    plain |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3, "max_num_seqs": 8, "max_model_length": None}
+    plain = {
+        "accelerator": accelerator(),
+        "mode": "colocate",
+        "model_impl": "vllm",
+        "logprobs": 0,
+        "model": None,
+    }
+    plain |= {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.3,
+        "max_num_seqs": 8,
+        "max_model_length": None,
+    }
     return SimpleNamespace(**{**plain, "trust_remote_code": False, **changes})
 
 
@@ -362,7 +424,9 @@ def test_unsupported_settings_are_refused(name: str) -> None:
 
 def test_adopts_fsdp2_and_settings_of_trl() -> None:
     with ExitStack() as ends:
-        llm = ours._ColocatedLlm(generation(accelerator=accelerator("FSDP", 2)), {"max_num_seqs": 4}, ends)
+        llm = ours._ColocatedLlm(
+            generation(accelerator=accelerator("FSDP", 2)), {"max_num_seqs": 4}, ends
+        )
         assert llm._config["infer_tensor_parallel_size"] == 2
         assert llm._config["max_num_seqs"] == 4, "arguments of the caller override"
 
@@ -403,11 +467,15 @@ def test_a_transfer_belongs_to_a_trainer(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(HTTPAdapter, "send", send)
     client = SimpleNamespace(wait_for_server_ready=lambda: None)
-    trainer = SimpleNamespace(accelerator=accelerator(), args=arguments, model=SimpleNamespace(), vllm_client=client)
+    trainer = SimpleNamespace(
+        accelerator=accelerator(), args=arguments, model=SimpleNamespace(), vllm_client=client
+    )
     transfer.attach(trainer)
     assert transfer._config["servers"] == ["http://127.0.0.1:8000"]
     assert transfer._config["server_max_lag"] == 4, "arguments of the caller override"
-    refused = has_violation("vllm_server_base_url", "wrong-load-format", "auto", "--load-format hybrid_engine")
+    refused = has_violation(
+        "vllm_server_base_url", "wrong-load-format", "auto", "--load-format hybrid_engine"
+    )
     with pytest.raises(ConfigError, check=refused):
         transfer.init_weight_transfer()
     target = "/server_info?config_format=json"

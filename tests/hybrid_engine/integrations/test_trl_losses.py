@@ -18,12 +18,25 @@ LENGTHS = (12, 5, 7, 1, 12, 9, 3, 8)
 NUM_TOKENS = 12
 MAX_TOKENS = 20
 CASES: dict[str, tuple[Values, Values]] = {
-    "GRPO": ({"loss_type": "grpo", "beta": 0.04}, {"kl_coefficient": 0.04, "aggregation": "sequence"}),
+    "GRPO": (
+        {"loss_type": "grpo", "beta": 0.04},
+        {"kl_coefficient": 0.04, "aggregation": "sequence"},
+    ),
     "Dr. GRPO": ({"loss_type": "dr_grpo"}, {"aggregation": "constant", "max_tokens": MAX_TOKENS}),
     "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_ratio_high": 0.28}),
     "GSPO": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
-        {"ratio": "sequence", "aggregation": "sequence", "clip_ratio": 3e-4, "clip_ratio_high": 4e-4},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 3e-4,
+            "epsilon_high": 4e-4,
+        },
+        {
+            "ratio": "sequence",
+            "aggregation": "sequence",
+            "clip_ratio": 3e-4,
+            "clip_ratio_high": 4e-4,
+        },
     ),
     # TRL has no lower bound, and its epsilon_high is the upper bound itself.
     "CISPO": (
@@ -62,10 +75,18 @@ def drawn() -> TensorDict:
 
 
 def gradient_of_trl(batch: TensorDict, settings: Values) -> tuple[float, torch.Tensor]:
-    """Call TRL's loss with a stand-in for its trainer, which has the settings and the log-probabilities."""
+    """Call TRL's loss with a stand-in for its trainer, which has the settings and the
+    log-probabilities.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    values = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "importance_sampling_level": "token", **settings}
+    values = {
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "importance_sampling_level": "token",
+        **settings,
+    }
     log_probs = batch["log_probs"].clone().requires_grad_()
     trainer = mock.MagicMock(
         **{name: value for name, value in values.items() if name not in ("delta", "cap", "mode")},
@@ -73,17 +94,26 @@ def gradient_of_trl(batch: TensorDict, settings: Values) -> tuple[float, torch.T
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         max_completion_length=MAX_TOKENS,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=values.get("delta"), steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False, delta=values.get("delta"), steps_per_generation=1
+        ),
         use_vllm="cap" in values,
         vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value, sync_gradients=True
+            num_processes=1,
+            gather=lambda value: value,
+            reduce=lambda value, reduction: value,
+            sync_gradients=True,
         ),
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
-    trainer._get_per_token_logps_and_entropies.return_value = (log_probs, torch.zeros_like(log_probs), None)
+    trainer._get_per_token_logps_and_entropies.return_value = (
+        log_probs,
+        torch.zeros_like(log_probs),
+        None,
+    )
     log_ratio = (batch["old_log_probs"] - batch["sampled_log_probs"]) * batch["mask"]
     ratio = log_ratio.exp().clamp(max=values.get("cap", 1.0))
     if values.get("mode") == "sequence_mask":
@@ -126,6 +156,8 @@ def test_gradients_are_those_of_trl(name: str) -> None:
     loss, gradient = gradient_of_trl(batch, theirs)
     # Weights of tokens are float32 here.
     assert gradient_of_ours(batch, GrpoConfig(**ours))[0] == pytest.approx(loss, abs=1e-7)
-    torch.testing.assert_close(gradient_of_ours(batch, GrpoConfig(**ours))[1], gradient, atol=1e-8, rtol=0)
+    torch.testing.assert_close(
+        gradient_of_ours(batch, GrpoConfig(**ours))[1], gradient, atol=1e-8, rtol=0
+    )
     without = gradient_of_ours(batch, GrpoConfig())[1]
     assert (without - gradient).abs().max() > 1e-4, "the settings matter in this batch"

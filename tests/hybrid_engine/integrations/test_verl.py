@@ -43,7 +43,10 @@ ENGINES = {
     "megatron-bridge": ("MegatronEngineWithLMHead", ["DistributedDataParallel"]),
 }
 """Builder of the model -> verl's engine, and the types of the live modules."""
-RUNS = [*itertools.product(["standalone", "hybrid"], ["fsdp2", "mbridge"]), ("hybrid", "megatron-bridge")]
+RUNS = [
+    *itertools.product(["standalone", "hybrid"], ["fsdp2", "mbridge"]),
+    ("hybrid", "megatron-bridge"),
+]
 CLOSE = 1e-5
 """Tolerance of float32 log-probabilities of vLLM and trainer."""
 
@@ -111,7 +114,9 @@ def test_updates_of_verls_manager_reach_a_server(tmp_path: Path, mode: str, buil
     keeps_weights = mode == "standalone"
     for step, update in enumerate(results["updates"]):
         assert update["difference"] < CLOSE
-        assert update["calls"] == (["abort", f"step {step}", "resume"] if keeps_weights else [f"step {step}"])
+        assert update["calls"] == (
+            ["abort", f"step {step}", "resume"] if keeps_weights else [f"step {step}"]
+        )
         assert update["metrics"]["hybrid_engine/bytes_received"] > 0
         assert update["num_different"] == [0, 0], "tensors that differ from verl's"
         norms = [norm for norm in update["norms"] if norm is not None]
@@ -208,10 +213,23 @@ def test_verls_trainer_learns_with_its_own_server(tmp_path: Path) -> None:
         for index, text in enumerate("abcdefghijklmnop" * 8)
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
-    files = {"data.train_files": tmp_path / "rows.parquet", "data.val_files": tmp_path / "rows.parquet"}
-    settings = {**TRAINER, **WITH_ENGINE, **files, "actor_rollout_ref.model.path": tmp_path / "model"}
+    files = {
+        "data.train_files": tmp_path / "rows.parquet",
+        "data.val_files": tmp_path / "rows.parquet",
+    }
+    settings = {
+        **TRAINER,
+        **WITH_ENGINE,
+        **files,
+        "actor_rollout_ref.model.path": tmp_path / "model",
+    }
     ended = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())],
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *(f"{key}={value}" for key, value in settings.items()),
+        ],
         env={
             **environment("tests.hybrid_engine.integrations.verl_trainer_on_cpu"),
             "VLLM_TARGET_DEVICE": "cpu",
@@ -248,13 +266,22 @@ def test_verl_has_the_replaced_classes(ours: Any) -> None:
         assert inspect.signature(getattr(ours.Publisher, name)).parameters.keys() == expected, name
     for name, method in vars(ours.Manager).items():
         if inspect.isroutine(method) and name != "_on_actors":
-            expected = inspect.signature(getattr(base.CheckpointEngineManager, name)).parameters.keys()
+            expected = inspect.signature(
+                getattr(base.CheckpointEngineManager, name)
+            ).parameters.keys()
             assert inspect.signature(method).parameters.keys() == expected, name
     update = inspect.getsource(base.CheckpointEngineManager.update_weights)
     called = ("abort_replicas()", "release_kv_cache_replicas()", "build_process_group(rollout)")
-    called += ("actor_wg.update_weights(global_steps=global_steps, mode=self.backend)", "resume_generation_replicas()")
+    called += (
+        "actor_wg.update_weights(global_steps=global_steps, mode=self.backend)",
+        "resume_generation_replicas()",
+    )
     assert [call for call in called if call not in update] == []
-    assert {"backend", "custom_backend_module", "engine_kwargs"} <= CheckpointEngineConfig.__dataclass_fields__.keys()
+    assert {
+        "backend",
+        "custom_backend_module",
+        "engine_kwargs",
+    } <= CheckpointEngineConfig.__dataclass_fields__.keys()
     assert RolloutMode.HYBRID.value == "hybrid"
     assert isinstance(RolloutReplica.server_address, property)
 
@@ -277,7 +304,10 @@ def test_an_empty_delta_stream_calls_no_worker_of_vllm(ours: Any) -> None:
 
     The source is read, since importing verl's rollout needs another vLLM.
     """
-    source = Path(str(import_module("verl").__file__)).parent / "workers/rollout/vllm_rollout/vllm_rollout.py"
+    source = (
+        Path(str(import_module("verl").__file__)).parent
+        / "workers/rollout/vllm_rollout/vllm_rollout.py"
+    )
     before, _, after = source.read_text().partition("except StopAsyncIteration:")
     assert f'wire_format == "{ours.Publisher.wire_format}"' in before
     ends, _, _ = after.partition("return")
@@ -291,7 +321,9 @@ def test_verl_reads_plugins_and_vendors_by_these_names() -> None:
     assert '_entry_points(group="verl.plugins")' in (root / "__init__.py").read_text()
     assert "VERL_ENGINE_VENDOR" in (root / "workers/engine/base.py").read_text()
     actor = (root / "workers/engine_workers.py").read_text()
-    assert "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
+    assert (
+        "self.checkpoint_engine.send_weights(per_tensor_param, global_steps=global_steps)" in actor
+    )
 
 
 # -- without its workers ---------------------------------------------------------------------------
@@ -323,7 +355,9 @@ def megatron_engine(**settings: Any) -> Any:
 @with_verl
 def test_unsupported_settings_are_refused(ours: Any) -> None:
     publisher = ours.Publisher(bucket_size=1)
-    wrong_engine = has_violation("actor.strategy", "wrong-engine", "export VERL_ENGINE_VENDOR=hybrid_engine")
+    wrong_engine = has_violation(
+        "actor.strategy", "wrong-engine", "export VERL_ENGINE_VENDOR=hybrid_engine"
+    )
     with pytest.raises(ConfigError, check=wrong_engine):
         publisher._build_engine(iter(()))
     refused = has_violations(
@@ -334,7 +368,9 @@ def test_unsupported_settings_are_refused(ours: Any) -> None:
         ("servers", "no-servers"),
     )
     with pytest.raises(ConfigError, check=refused) as caught:
-        publisher._build_engine(ours.LiveWeights(engine("fsdp", param=True, optimizer=True, policy=True), ()))
+        publisher._build_engine(
+            ours.LiveWeights(engine("fsdp", param=True, optimizer=True, policy=True), ())
+        )
     assert "Export VERL_ENGINE_VENDOR=hybrid_engine in all" in str(caught.value)
 
 
@@ -420,9 +456,15 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_untested_version_is_reported_also_at_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl drops errors of a plug-in's import, so the registered stub raises them again."""
     registered = {}
-    registry = SimpleNamespace(register=lambda name: functools.partial(registered.__setitem__, name))
+    registry = SimpleNamespace(
+        register=lambda name: functools.partial(registered.__setitem__, name)
+    )
     base = SimpleNamespace(CheckpointEngineRegistry=registry)
-    for name, module in {"verl": None, "verl.checkpoint_engine": None, "verl.checkpoint_engine.base": base}.items():
+    for name, module in {
+        "verl": None,
+        "verl.checkpoint_engine": None,
+        "verl.checkpoint_engine.base": base,
+    }.items():
         monkeypatch.setitem(sys.modules, name, module or SimpleNamespace(__path__=[]))
     pretend_version(monkeypatch, "0.97.3")
     monkeypatch.delitem(sys.modules, OURS, raising=False)

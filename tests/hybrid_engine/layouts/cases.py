@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.parallelism import (
+    InferenceParallelism,
+    ShardedParallelism,
+    TrainParallelism,
+)
 from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import split_violations
@@ -38,11 +42,27 @@ LATENT = {
     **DENSE,
     **{"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 12, "kv_lora_rank": 10},
     **{"qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "hidden_size": 12},
-    **{"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 4},
-    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1, "vocab_size": 140},
+    **{
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "n_routed_experts": 4,
+    },
+    **{
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_nextn_predict_layers": 1,
+        "vocab_size": 140,
+    },
 }
 GPT2: dict[str, Any] = {
-    **{"architectures": ["GPT2LMHeadModel"], "n_embd": 12, "n_head": 12, "n_layer": 4, "n_positions": 5},
+    **{
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 12,
+        "n_head": 12,
+        "n_layer": 4,
+        "n_positions": 5,
+    },
     "vocab_size": 150,
 }
 
@@ -112,8 +132,17 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 SPLIT = (
-    *("pipeline", "virtual_pipeline", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "noop_layers"),
+    *(
+        "pipeline",
+        "virtual_pipeline",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    ),
+    *(
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "noop_layers",
+    ),
 )
 """Sizes that assign layers to stages, without a layout of every stage."""
 
@@ -121,12 +150,26 @@ SPLIT = (
 @functools.cache
 def possible_splits(num_mtp_layers: int) -> list[dict[str, Any]]:
     kinds = itertools.product(
-        (2, 3, 4), (None, 2), (None, 1, 2), (None, 1, 2), (False, True), (False, True), ((), (1,), (2, 4))
+        (2, 3, 4),
+        (None, 2),
+        (None, 1, 2),
+        (None, 1, 2),
+        (False, True),
+        (False, True),
+        ((), (1,), (2, 4)),
     )
-    layouts = ("Ett|ttmL", "Et|t|t|tmL", "E|t*4||mL") if num_mtp_layers else ("Ettt|tL", "Et|t*2|t|L", "E|t|t*3L")
+    layouts = (
+        ("Ett|ttmL", "Et|t|t|tmL", "E|t*4||mL")
+        if num_mtp_layers
+        else ("Ettt|tL", "Et|t*2|t|L", "E|t|t*3L")
+    )
     every = [dict(zip(SPLIT, sizes, strict=True)) for sizes in kinds]
     every += [{"pipeline": 2, "pipeline_layout": layout} for layout in layouts]
-    valid = [split for split in every if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))]
+    valid = [
+        split
+        for split in every
+        if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))
+    ]
     return valid + [{"pipeline": 1}] * (len(valid) // 3)  # a quarter without pipeline
 
 
@@ -142,7 +185,9 @@ def train_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> TrainPar
         **split,
         tensor=draw(st.sampled_from(in_stage)),
         expert=draw(st.sampled_from(experts)) if table.dims.num_experts else 1,
-        expert_tensor=draw(st.sampled_from([None, 1, *in_stage])) if table.dims.num_experts else None,
+        expert_tensor=draw(st.sampled_from([None, 1, *in_stage]))
+        if table.dims.num_experts
+        else None,
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 4, 50])),
         cuts_whole_projections=draw(st.booleans()),
     )
@@ -169,8 +214,14 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
     hosts = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size).map(tuple))
     in_order = draw(st.booleans())
     relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))
-    dtypes = draw(st.sampled_from([("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]))
-    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying, *dtypes)
+    dtypes = draw(
+        st.sampled_from(
+            [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+        )
+    )
+    return LayoutCase(
+        table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying, *dtypes
+    )
 
 
 def packed_model(table: ModelTable) -> PackedModel:

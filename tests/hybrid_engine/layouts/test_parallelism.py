@@ -34,8 +34,12 @@ KEY_TYPES: dict[Any, Any] = {
 }
 
 
-@pytest.mark.parametrize(("side", "section"), [(TrainParallelism, ActorConfig), (InferenceParallelism, GenerateConfig)])
-def test_every_size_is_a_key_with_equal_type_and_default(side: type[Parallelism], section: type[Section]) -> None:
+@pytest.mark.parametrize(
+    ("side", "section"), [(TrainParallelism, ActorConfig), (InferenceParallelism, GenerateConfig)]
+)
+def test_every_size_is_a_key_with_equal_type_and_default(
+    side: type[Parallelism], section: type[Section]
+) -> None:
     hints = get_type_hints(section, include_extras=True)
     fields = get_type_hints(side)
     for size in sizes_of(side):
@@ -48,14 +52,21 @@ def test_every_size_is_a_key_with_equal_type_and_default(side: type[Parallelism]
 
 
 def test_configurations_and_sizes_convert_into_each_other() -> None:
-    train = TrainParallelism(16, 2, 4, 2, num_layers_in_first_pipeline_stage=3, noop_layers=(1, 5), expert_tensor=1)
+    train = TrainParallelism(
+        16, 2, 4, 2, num_layers_in_first_pipeline_stage=3, noop_layers=(1, 5), expert_tensor=1
+    )
     assert ActorConfig(**named(train, "key")).sizes(16) == train
     infer = InferenceParallelism(16, tensor=2, expert=4, rank_order=tuple(range(15, -1, -1)))
-    assert replace(GenerateConfig(**named(infer, "key")).sizes(16), rank_order=infer.rank_order) == infer
+    assert (
+        replace(GenerateConfig(**named(infer, "key")).sizes(16), rank_order=infer.rank_order)
+        == infer
+    )
 
 
 def test_sizes_have_megatrons_names() -> None:
-    sizes = TrainParallelism(8, tensor=2, pipeline=4, context=2, num_layers_in_first_pipeline_stage=3)
+    sizes = TrainParallelism(
+        8, tensor=2, pipeline=4, context=2, num_layers_in_first_pipeline_stage=3
+    )
     assert named(sizes, "script")["decoder_first_pipeline_num_layers"] == 3
     assert named(sizes, "model")["num_layers_in_first_pipeline_stage"] == 3
     assert named(sizes, "groups")["context_parallel_size"] == 2
@@ -66,7 +77,9 @@ def test_sizes_have_megatrons_names() -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_all_counts_below_one_are_reported(side: type[Parallelism]) -> None:
-    counts = [size.name for size in sizes_of(side) if get_type_hints(side)[size.name] in (int, int | None)]
+    counts = [
+        size.name for size in sizes_of(side) if get_type_hints(side)[size.name] in (int, int | None)
+    ]
     reported = violations(side(0, **dict.fromkeys(counts, 0)), table_for(DENSE))
     assert [violation.key for violation in reported] == ["world_size", *counts]
 
@@ -77,13 +90,21 @@ DIVIDES = "Choose sizes whose product divides it"
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "expected"),  # violations by key and remedy; sizes below are the nearest valid ones
+    (
+        "model",
+        "sizes",
+        "expected",
+    ),  # violations by key and remedy; sizes below are the nearest valid ones
     [
         (DENSE, InferenceParallelism(5, pipeline=5), [("pipeline", "Use fewer stages")]),
         (DENSE, InferenceParallelism(4, pipeline=4), []),
         (ODD_EXPERTS, InferenceParallelism(2, tensor=2), [("tensor", "Use a divisor of 33")]),
         (ODD_EXPERTS, InferenceParallelism(2, tensor=2, expert=2), []),
-        (GROUPED, InferenceParallelism(4, tensor=4), [("tensor", "Choose a size that is one or the other")]),
+        (
+            GROUPED,
+            InferenceParallelism(4, tensor=4),
+            [("tensor", "Choose a size that is one or the other")],
+        ),
         (GROUPED, InferenceParallelism(12, tensor=12), []),
         (GROUPED, InferenceParallelism(5, tensor=5), [("tensor", "Use a divisor of 24")]),
         (GROUPED, TrainParallelism(5, tensor=5), [("tensor", "Use a divisor of 24")]),
@@ -102,4 +123,6 @@ DIVIDES = "Choose sizes whose product divides it"
 def test_sizes_are_refused_up_to_the_nearest_valid_ones(
     model: dict[str, Any], sizes: Parallelism, expected: list[tuple[str, str]]
 ) -> None:
-    assert [(violation.key, violation.remedy) for violation in violations(sizes, table_for(model))] == expected
+    assert [
+        (violation.key, violation.remedy) for violation in violations(sizes, table_for(model))
+    ] == expected

@@ -23,9 +23,15 @@ def packed_views(draw: st.DrawFn) -> tuple[tuple[int, ...], np.ndarray]:
         change = draw(st.sampled_from(["chunk", "select", "transpose", "steps"]))
         if change == "chunk":
             first = draw(st.integers(0, view.shape[dim] - 1))
-            view = np.moveaxis(np.moveaxis(view, dim, 0)[first : draw(st.integers(first + 1, view.shape[dim]))], 0, dim)
+            view = np.moveaxis(
+                np.moveaxis(view, dim, 0)[first : draw(st.integers(first + 1, view.shape[dim]))],
+                0,
+                dim,
+            )
         elif change == "select" and view.ndim > 1:
-            view = np.take(np.moveaxis(view, dim, 0), draw(st.integers(0, view.shape[dim] - 1)), axis=0)
+            view = np.take(
+                np.moveaxis(view, dim, 0), draw(st.integers(0, view.shape[dim] - 1)), axis=0
+            )
         elif change == "transpose":
             view = np.swapaxes(view, 0, dim)
         elif change == "steps":
@@ -39,10 +45,14 @@ def test_every_element_of_the_part_is_held_once(
 ) -> None:
     shape, numbers = packed
     low = tuple(data.draw(st.integers(0, size)) for size in shape)
-    lengths = tuple(data.draw(st.integers(0, size - first)) for first, size in zip(low, shape, strict=True))
+    lengths = tuple(
+        data.draw(st.integers(0, size - first)) for first, size in zip(low, shape, strict=True)
+    )
     base = data.draw(st.integers(0, 5))
     whole = np.arange(int(np.prod(shape))).reshape(shape)
-    local = whole[tuple(slice(first, first + size) for first, size in zip(low, lengths, strict=True))]
+    local = whole[
+        tuple(slice(first, first + size) for first, size in zip(low, lengths, strict=True))
+    ]
     buffer = np.concatenate([np.full(base, -1), local.ravel()])
 
     view = StridedView(int(numbers.ravel()[0]), numbers.shape, _strides(numbers, shape))
@@ -51,10 +61,14 @@ def test_every_element_of_the_part_is_held_once(
         for index in itertools.product(*map(range, box.lengths)):
             canonical = tuple(offset + i for offset, i in zip(box.offsets, index, strict=True))
             assert canonical not in elements
-            elements[canonical] = buffer[box.start + sum(i * step for i, step in zip(index, box.strides, strict=True))]
+            elements[canonical] = buffer[
+                box.start + sum(i * step for i, step in zip(index, box.strides, strict=True))
+            ]
 
     held = set(local.ravel().tolist())
-    assert elements == {index: number for index, number in np.ndenumerate(numbers) if number in held}
+    assert elements == {
+        index: number for index, number in np.ndenumerate(numbers) if number in held
+    }
 
 
 def _strides(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,5 +85,7 @@ def _strides(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_rows_split_into_two_dims_are_refused() -> None:
     """Some conversions split heads so; a region of them need not be a region of the parameter."""
-    with pytest.raises(ValueError, match=r"dim 0 of parameter shape \(6,\) holds several dims of the tensor"):
+    with pytest.raises(
+        ValueError, match=r"dim 0 of parameter shape \(6,\) holds several dims of the tensor"
+    ):
         list(held_boxes(StridedView(0, (2, 3), (3, 1)), (6,), LocalBox((0,), (6,), 0, (1,))))

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.stages import Chunk, checkpoint_layers, chunks_of, has_experts, pattern_violations
+from hybrid_engine.layouts.stages import (
+    Chunk,
+    checkpoint_layers,
+    chunks_of,
+    has_experts,
+    pattern_violations,
+)
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
@@ -30,21 +36,34 @@ def hybrid_chunks(pattern: str, pipeline: int) -> list[Chunk]:
     return chunks_of(sizes, len(pattern.replace("|", "")) // 2, num_mtp_layers=0)
 
 
-@given(st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12), st.data())
+@given(
+    st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12),
+    st.data(),
+)
 def test_every_sublayer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
     symbols = "".join(attention + mlp for attention, mlp in layers)
     pipeline = data.draw(st.integers(1, 4))
     num_segments = pipeline * data.draw(st.integers(1, 2))
     num_ends = num_segments - 1
-    ends = sorted(data.draw(st.lists(st.integers(0, len(symbols)), min_size=num_ends, max_size=num_ends)))
-    pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
+    ends = sorted(
+        data.draw(st.lists(st.integers(0, len(symbols)), min_size=num_ends, max_size=num_ends))
+    )
+    pattern = "|".join(
+        symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True)
+    )
     if len(symbols) % pipeline == 0:  # without separators, stages are equally long
-        assert {len(chunk.positions) for chunk in hybrid_chunks(symbols, pipeline)} == {len(symbols) // pipeline}
+        assert {len(chunk.positions) for chunk in hybrid_chunks(symbols, pipeline)} == {
+            len(symbols) // pipeline
+        }
     chunks = hybrid_chunks(pattern, pipeline)
-    assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
+    assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [
+        *map(list, pattern.split("|"))
+    ]
     assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
     assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))
-    assert checkpoint_layers(pattern, len(layers)) == [number for number in range(len(layers)) for _ in "am"]
+    assert checkpoint_layers(pattern, len(layers)) == [
+        number for number in range(len(layers)) for _ in "am"
+    ]
     assert has_experts(pattern)[1::2] == [mlp == "E" for _, mlp in layers]
 
 
@@ -55,13 +74,18 @@ VIRTUAL = "virtual_pipeline"
 @pytest.mark.parametrize(
     ("pattern", "pipeline", "virtual", "key"),
     [
-        *((pattern, 1, None, PATTERN) for pattern in ("M*-", "GDM*-", "*-/*-", "*-x", "**--", "-*", "*-*", "")),
+        *(
+            (pattern, 1, None, PATTERN)
+            for pattern in ("M*-", "GDM*-", "*-/*-", "*-x", "**--", "-*", "*-*", "")
+        ),
         *((pattern, 1, None, PATTERN) for pattern in ("*-*-*-", "*-*E", "*-+-", "*-|*-")),
         *(("*-*-", 3, None, PATTERN), ("*-|*-", 3, None, PATTERN)),
         *(("*|-|*|-", 2, 4, VIRTUAL), ("*-*-", 2, 2, VIRTUAL)),
     ],
 )
-def test_invalid_patterns_are_refused(pattern: str, pipeline: int, virtual: int | None, key: str) -> None:
+def test_invalid_patterns_are_refused(
+    pattern: str, pipeline: int, virtual: int | None, key: str
+) -> None:
     """The model has two layers without experts."""
     (violation,) = pattern_violations(pattern, pipeline, virtual, [False, False], has_latent=False)
     assert violation.key == key
@@ -83,17 +107,23 @@ def test_unsupported_layers_have_no_checkpoint_number(pattern: str) -> None:
         ("qwen3_moe", "*E|*E|*E|*E", {"virtual_pipeline": 2}),
     ],
 )
-def test_stages_of_whole_layers_match_a_gpt_model(family: str, pattern: str, as_gpt: dict[str, int]) -> None:
+def test_stages_of_whole_layers_match_a_gpt_model(
+    family: str, pattern: str, as_gpt: dict[str, int]
+) -> None:
     table = table_of(family, 4)
     pipeline = 2 if "|" in pattern else 1
-    hybrid = training_side(table, TrainParallelism(4, pipeline=pipeline, hybrid_layer_pattern=pattern))
+    hybrid = training_side(
+        table, TrainParallelism(4, pipeline=pipeline, hybrid_layer_pattern=pattern)
+    )
     gpt = training_side(table, TrainParallelism(4, pipeline=pipeline, **as_gpt))
     for rank in range(4):
         assert differences(hybrid.layout_of(rank), gpt.layout_of(rank)) == []
 
 
 def test_a_stage_can_end_within_a_layer() -> None:
-    side = training_side(table_of("llama", 2), TrainParallelism(2, pipeline=2, hybrid_layer_pattern="*-*|-"))
+    side = training_side(
+        table_of("llama", 2), TrainParallelism(2, pipeline=2, hybrid_layer_pattern="*-*|-")
+    )
     first, second = (held_tensors(side.layout_of(rank)) for rank in range(2))
     assert {name.split(".")[3] for name in second if name.startswith("model.layers.1.")} == {
         "mlp",

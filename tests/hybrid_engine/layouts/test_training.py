@@ -52,10 +52,18 @@ LIVE: list[tuple[str, Values, Values]] = [
     ("llama", {"num_hidden_layers": 3}, {**PP2, **TP2, "noop_layers": (1,)}),
     ("mixtral", {}, {**TP2, **EP2, **ETP1}),
     ("qwen3_moe", {}, {**TP2, **EP2}),
-    ("qwen3_moe", {"num_hidden_layers": 4}, {**PP2, **EP2, "virtual_pipeline_model_parallel_size": 2}),
+    (
+        "qwen3_moe",
+        {"num_hidden_layers": 4},
+        {**PP2, **EP2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     ("deepseek_v2", {"num_hidden_layers": 4}, {**TP2, **PP2, **EP2, **ETP1}),
     ("deepseek_v3", {}, {**TP2, **EP2}),
-    ("deepseek_v3", {"num_hidden_layers": 3}, {**PP2, **EP2, "num_layers_in_first_pipeline_stage": 2}),
+    (
+        "deepseek_v3",
+        {"num_hidden_layers": 3},
+        {**PP2, **EP2, "num_layers_in_first_pipeline_stage": 2},
+    ),
     ("glm", {}, {**TP2, **PP2}),
     ("glm4", {}, TP2),
     ("gemma2", {}, {**TP2, **PP2}),
@@ -75,7 +83,9 @@ def live_layouts(cases: list[tuple[str, Values, Values]]) -> list[Layout]:
 
             config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)
-            layouts.append(MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout())
+            layouts.append(
+                MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
+            )
     return layouts
 
 
@@ -96,7 +106,12 @@ def sizes(draw: st.DrawFn) -> TrainParallelism:
     stage = np.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 2))
     pipeline = draw(st.sampled_from([1, 2, 3]))
     return TrainParallelism(
-        int(stage) * pipeline, tensor, pipeline, context=context, expert=expert, expert_tensor=expert_tensor
+        int(stage) * pipeline,
+        tensor,
+        pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
     )
 
 
@@ -107,9 +122,16 @@ def test_rank_grids_match_megatrons_groups(parallelism: TrainParallelism) -> Non
     from megatron.core.parallel_state import RankGenerator
 
     order = "tp-cp-ep-dp-pp"
-    dense = RankGenerator(parallelism.tensor, 1, parallelism.data, parallelism.pipeline, parallelism.context, order)
+    dense = RankGenerator(
+        parallelism.tensor, 1, parallelism.data, parallelism.pipeline, parallelism.context, order
+    )
     experts = RankGenerator(
-        parallelism.expert_cut, parallelism.expert, parallelism.expert_data, parallelism.pipeline, 1, order
+        parallelism.expert_cut,
+        parallelism.expert,
+        parallelism.expert_data,
+        parallelism.pipeline,
+        1,
+        order,
     )
     axes = [(parallelism.ranks, dense, ("pp", "dp", "cp", "tp"))]
     axes += [(parallelism.expert_ranks, experts, ("pp", "dp", "ep", "tp"))]
@@ -130,7 +152,9 @@ def splits(draw: st.DrawFn) -> tuple[TrainParallelism, int]:
     return TrainParallelism(1, 1, pipeline, virtual, first, last, *flags), draw(st.integers(1, 24))
 
 
-def megatrons_chunks(split: TrainParallelism, num_layers: int) -> Iterator[tuple[int, int, list[int]]]:
+def megatrons_chunks(
+    split: TrainParallelism, num_layers: int
+) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (stage, virtual, positions) by megatron-core's functions.
 
     Raises AssertionError or ZeroDivisionError for splits that it refuses.
@@ -162,11 +186,16 @@ def test_layers_of_stages_match_megatron(case: tuple[TrainParallelism, int]) -> 
     except (AssertionError, ZeroDivisionError):
         assert refused
         return
-    if sorted(position for _, _, positions in expected for position in positions) != list(range(num_layers)):
+    if sorted(position for _, _, positions in expected for position in positions) != list(
+        range(num_layers)
+    ):
         assert refused, "Megatron would leave layers out or build some twice"
         return
     assert not refused
-    chunks = [(chunk.stage, chunk.virtual, list(chunk.positions)) for chunk in chunks_of(split, num_layers, 0)]
+    chunks = [
+        (chunk.stage, chunk.virtual, list(chunk.positions))
+        for chunk in chunks_of(split, num_layers, 0)
+    ]
     assert sorted(chunks) == sorted(expected)
 
 
@@ -219,7 +248,11 @@ def test_layouts_are_parsed_like_megatrons(text: str, pipeline: int) -> None:
 def test_contents_of_chunks() -> None:
     chunks = chunks_of(TrainParallelism(1, pipeline=2, virtual_pipeline=2, noop_layers=(1,)), 3, 1)
     assert chunks[0] == Chunk(0, 0, range(0, 1), (0,), (0,), True, False, False, False)
-    assert [chunk.attention for chunk in chunks] == [chunk.mlp for chunk in chunks] == [(0,), (), (1,), (2,)]
+    assert (
+        [chunk.attention for chunk in chunks]
+        == [chunk.mlp for chunk in chunks]
+        == [(0,), (), (1,), (2,)]
+    )
     assert chunks[-1] == Chunk(1, 1, range(3, 4), (2,), (2,), False, True, True, True)
     apart = chunks_of(TrainParallelism(1, pipeline=2, pipeline_layout="Ett||m|L"), 2, 1)
     assert [chunk.has_final_norm for chunk in apart] == [True, False, False, False]

@@ -61,7 +61,9 @@ def transformer_config(hf: Values = LLAMA, **changes: Any) -> TransformerConfig:
     return config
 
 
-def script_of(options: ReshardingOptions, config: TransformerConfig | None = None, **changes: Any) -> Any:
+def script_of(
+    options: ReshardingOptions, config: TransformerConfig | None = None, **changes: Any
+) -> Any:
     """Return a stand-in for a `MegatronScript`."""
     return SimpleNamespace(
         options=options,

@@ -42,7 +42,8 @@ from tests.zoo.tokenizers import save_characters
 
 HAS_RL_LOOP = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
 with_checkout = pytest.mark.skipif(
-    not (CHECKOUT and HAS_RL_LOOP), reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with the RL loop of 0.19"
+    not (CHECKOUT and HAS_RL_LOOP),
+    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with the RL loop of 0.19",
 )
 
 
@@ -54,18 +55,28 @@ def runs_script(test: Callable[..., None]) -> Callable[..., None]:
 
 
 END_TOKEN = 100
-COMMON_CONFIG = {"num_hidden_layers": 2, "vocab_size": 101, "bos_token_id": None, "eos_token_id": END_TOKEN}
+COMMON_CONFIG = {
+    "num_hidden_layers": 2,
+    "vocab_size": 101,
+    "bos_token_id": None,
+    "eos_token_id": END_TOKEN,
+}
 MODEL = (
-    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --group-query-attention "
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size "
+    "192 --group-query-attention "
     "--num-query-groups 2 --kv-channels 32 --seq-length 64 --max-position-embeddings 128 --swiglu "
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8 --tokenizer-type HuggingFaceTokenizer"
+    "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8 "
+    "--tokenizer-type HuggingFaceTokenizer"
 )
 TRAINING = (
     "--perform-rl-step --inference-max-seq-length 64 --grpo-group-size 4 --grpo-prompts-per-step 2 "
-    "--global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --min-lr 1e-2 --weight-decay 0.1 --attention-dropout 0 "
-    "--hidden-dropout 0 --log-interval 1 --eval-interval 2 --eval-iters 1 --rl-prompts-per-eval 2 --train-iters 6 "
-    "--num-workers 0 --wandb-project project --wandb-exp-name name --wandb-save-dir wandb --tensorboard-dir tensorboard"
+    "--global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --min-lr 1e-2 "
+    "--weight-decay 0.1 --attention-dropout 0 "
+    "--hidden-dropout 0 --log-interval 1 --eval-interval 2 --eval-iters 1 "
+    "--rl-prompts-per-eval 2 --train-iters 6 "
+    "--num-workers 0 --wandb-project project --wandb-exp-name name "
+    "--wandb-save-dir wandb --tensorboard-dir tensorboard"
 )
 
 
@@ -97,7 +108,12 @@ class Case:
     hf_config: Values = field(default_factory=lambda: DENSE)
 
 
-PP = Case("--pipeline-model-parallel-size 2 --grpo-iterations 1", rollouts={0: 0, 1: 1}, versions=[0, 1, 2], last=2)
+PP = Case(
+    "--pipeline-model-parallel-size 2 --grpo-iterations 1",
+    rollouts={0: 0, 1: 1},
+    versions=[0, 1, 2],
+    last=2,
+)
 CASES = {
     "TP": Case(
         "--tensor-model-parallel-size 2 --grpo-iterations 1",
@@ -108,12 +124,14 @@ CASES = {
     "PP": PP,
     "EP": replace(
         PP,
-        flags="--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+        flags="--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-ffn-hidden-size 64 "
         "--qk-layernorm --grpo-iterations 1",
         hf_config=EXPERTS,
     ),
     "DP": Case(
-        "--bf16 --use-distributed-optimizer --grpo-iterations 2 --rl-inference-logprobs-is-correction",
+        "--bf16 --use-distributed-optimizer --grpo-iterations 2 "
+        "--rl-inference-logprobs-is-correction",
         dtype="bfloat16",
         generate={"release_weights": False},
         rollouts={0: 0, 2: 2},
@@ -134,7 +152,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     here = tmp_path_factory.mktemp("rl")
     scripts = Scripts(here)
     environment = here / "environment.yaml"
-    environment.write_text(json.dumps([{"agent_type": "AceMathAgent", "agent_args": {"max_k": 2}, "weight": 1.0}]))
+    environment.write_text(
+        json.dumps([{"agent_type": "AceMathAgent", "agent_args": {"max_k": 2}, "weight": 1.0}])
+    )
 
     def run(name: str, case: Case, action: str = "") -> tuple[Path, Ended]:
         directory = here / name
@@ -143,14 +163,29 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
         (model / "config.json").write_text(json.dumps({**case.hf_config, **COMMON_CONFIG}))
         save_characters(model, eos_token="~", pad_token="`")
         with serving(model, directory, *PLAIN, "--dtype", case.dtype, *FILLED) as server:
-            generate = {"servers": [server.url], "max_model_len": 64, "timeout_seconds": 120, **case.generate}
+            generate = {
+                "servers": [server.url],
+                "max_model_len": 64,
+                "timeout_seconds": 120,
+                **case.generate,
+            }
             config = directory / "config.yaml"
             config.write_text(json.dumps({"model": str(model), "generate_config": generate}))
-            ours = f"--enable-resharding --resharding-config {config} --resharding-output out --resharding-verify full"
+            ours = (
+                f"--enable-resharding --resharding-config {config} --resharding-output "
+                "out --resharding-verify full"
+            )
             ours += " --resharding-engine hybrid_engine.megatron_script:make_engine"
-            files = f"--tokenizer-model {model} --langrl-env-config {environment} --exit-interval {case.last}"
+            files = (
+                f"--tokenizer-model {model} --langrl-env-config {environment} "
+                f"--exit-interval {case.last}"
+            )
             arguments = " ".join([MODEL, TRAINING, ON_CPU, files, ours, case.flags]).split()
-            way, tree = ([], scripts.patched) if case.is_patched else (["-m", "megatron_patches"], scripts.plain)
+            way, tree = (
+                ([], scripts.patched)
+                if case.is_patched
+                else (["-m", "megatron_patches"], scripts.plain)
+            )
             settings = {
                 "HF_HUB_OFFLINE": "1",
                 "LANGRL_LOG_DIR": str(directory),
@@ -195,7 +230,11 @@ def test_rollouts_use_the_weights_of_the_last_step(runs: Runs, name: str) -> Non
     switches = lines(directory / "out" / "switches.jsonl")
     filled = switches[::2]
     back = switches[1::2]
-    assert [switch["version"] for switch in filled] == case.versions == [switch["version"] for switch in back]
+    assert (
+        [switch["version"] for switch in filled]
+        == case.versions
+        == [switch["version"] for switch in back]
+    )
     assert {switch["direction"] for switch in filled} == {"train->infer"}
     assert {switch["direction"] for switch in back} == {"infer->train"}
     for switch in filled:
@@ -211,18 +250,25 @@ def test_megatron_trains_on_the_completions(runs: Runs, name: str) -> None:
     directory = runs(name)
     case = CASES[name]
     collected = [
-        json.loads((directory / f"rollouts_rank0_iteration{iteration}_environment.json").read_text())
+        json.loads(
+            (directory / f"rollouts_rank0_iteration{iteration}_environment.json").read_text()
+        )
         for iteration in case.rollouts
     ]
     for iteration, groups in zip(case.rollouts, collected, strict=True):
         assert [len(group) for group in groups] == [4, 4]
         for rollout in (rollout for group in groups for rollout in group):
-            (tokens,), (mask,), (logprobs,) = (rollout[key] for key in ("trajectory", "generation_mask", "logprobs"))
+            (tokens,), (mask,), (logprobs,) = (
+                rollout[key] for key in ("trajectory", "generation_mask", "logprobs")
+            )
             assert len(tokens) == 64 or tokens[-1] == END_TOKEN
             assert len(tokens) == len(mask)
             assert sum(mask) == len(logprobs) > 0
             assert rollout["policy_epoch"] == [[[0, iteration]]]
-    texts = [json.dumps([[rollout["trajectory"] for rollout in group] for group in groups]) for groups in collected]
+    texts = [
+        json.dumps([[rollout["trajectory"] for rollout in group] for group in groups])
+        for groups in collected
+    ]
     assert len(set(texts)) == len(texts)
 
 
@@ -231,7 +277,9 @@ def test_log_probabilities_match_the_trainer(runs: Runs, name: str) -> None:
     """Megatron's comparison of each collection. It pads the vocabulary of 101 to 112 or 104."""
     directory = runs(name)
     case = CASES[name]
-    compared = [line for line in lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
+    compared = [
+        line for line in lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line
+    ]
     by_step = {line["step"]: line for line in compared}
     assert by_step.keys() >= case.rollouts.keys()
     for line in by_step.values():
@@ -249,7 +297,9 @@ def test_a_resumed_run_continues_with_the_saved_weights(start: Starts) -> None:
     """
     case = CASES["TP"]
     saving = "--ckpt-format torch --save ../saved --save-interval 2"
-    impatient = replace(case, generate={"timeout_seconds": 10}, flags=f"{case.flags} {saving}", last=2)
+    impatient = replace(
+        case, generate={"timeout_seconds": 10}, flags=f"{case.flags} {saving}", last=2
+    )
     first, ended = start("first", impatient, "wait")
     assert ended.status == 0, ended.output
     loading = f"--ckpt-format torch --load {first.parent / 'saved'}"
@@ -259,7 +309,9 @@ def test_a_resumed_run_continues_with_the_saved_weights(start: Starts) -> None:
     assert [switch["version"] for switch in filled] == [2, 3, 4]
     compared = [line for line in lines(second / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
     assert {line["step"] for line in compared} == {2, 3}
-    assert all(line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close) for line in compared)
+    assert all(
+        line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close) for line in compared
+    )
 
 
 @runs_script
@@ -301,7 +353,11 @@ class Tokenizer:
         return "".join(map(chr, ids))
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool, **tools: Any
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **tools: Any,
     ) -> UserDict[str, list[int]]:
         assert tokenize
         assert add_generation_prompt
@@ -333,7 +389,9 @@ class FakeRolloutEngine:
 
     def complete(self, prompt: list[int], **wanted: Any) -> Any:
         self.calls.append((prompt, wanted))
-        return SimpleNamespace(token_ids=(104, 105, 0), logprobs=(-1.0, -2.0, -3.0), finish_reason="stop")
+        return SimpleNamespace(
+            token_ids=(104, 105, 0), logprobs=(-1.0, -2.0, -3.0), finish_reason="stop"
+        )
 
     def end(self) -> None:
         self.calls.append("end")
@@ -345,7 +403,9 @@ ARGS = SimpleNamespace(inference_max_seq_length=16, rl_skip_bos_token=False)
 @pytest.fixture
 def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with stand-ins for Megatron."""
-    response = pydantic.create_model("InferenceResponse", __config__=pydantic.ConfigDict(extra="allow"))
+    response = pydantic.create_model(
+        "InferenceResponse", __config__=pydantic.ConfigDict(extra="allow")
+    )
     mixin = type("Mixin", (pydantic.BaseModel,), {})
     stand_ins = {
         "megatron.rl": {},
@@ -357,12 +417,16 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
             "ReturnsTokens": type("Tokens", (pydantic.BaseModel,), {}),
         },
         "megatron.rl.server": {},
-        "megatron.rl.server.api": {"InferenceServer": type("InferenceServer", (pydantic.BaseModel,), {})},
+        "megatron.rl.server.api": {
+            "InferenceServer": type("InferenceServer", (pydantic.BaseModel,), {})
+        },
         "megatron.training": {},
         "megatron.training.global_vars": {"get_args": lambda: ARGS, "get_tokenizer": Tokenizer},
         "megatron.core.inference.text_generation_controllers.text_generation_controller": {
             "TextGenerationController": SimpleNamespace(
-                detokenize=lambda tokenizer, ids: tokenizer.detokenize([token for token in ids if token])
+                detokenize=lambda tokenizer, ids: tokenizer.detokenize(
+                    [token for token in ids if token]
+                )
             )
         },
     }
@@ -378,7 +442,9 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> Any:
 def request_for(text: str, tools: list[Values] | None = None, **args: Any) -> Any:
     values = {"temperature": None, "top_p": None, "top_k": None, "max_tokens": None, **args}
     return SimpleNamespace(
-        prompt=[Message(role="user", content=text)], tools=tools, generation_args=SimpleNamespace(**values)
+        prompt=[Message(role="user", content=text)],
+        tools=tools,
+        generation_args=SimpleNamespace(**values),
     )
 
 
@@ -389,12 +455,16 @@ def test_a_chat_is_tokenized_and_a_completion_returned(interface: Any) -> None:
     async def run() -> Any:
         server = await interface.ServedRollouts.launch(engine)
         server.set_generation_epoch(7)
-        return await server.base_generate(request_for("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99))
+        return await server.base_generate(
+            request_for("ab", temperature=0.0, top_p=0.0, top_k=-1, max_tokens=99)
+        )
 
     response = asyncio.run(run()).model_dump()
     # The model's end token in config.json is ignored.
     ends = {"stop_token_ids": (0,), "ignore_eos": True}
-    assert engine.calls == [([1, 97, 98], {"max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0, **ends})]
+    assert engine.calls == [
+        ([1, 97, 98], {"max_tokens": 13, "temperature": 0.0, "top_p": 1.0, "top_k": 0, **ends})
+    ]
     assert response == {
         "response": {"role": "assistant", "content": "hi"},
         "raw_text": "\x01abhi",
@@ -412,7 +482,10 @@ def test_a_chat_is_tokenized_and_a_completion_returned(interface: Any) -> None:
 def test_the_first_token_follows_megatrons_arguments_and_tokenizer(
     interface: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert interface._prompt(request_for("ab", tools=[]), Tokenizer()) == [1, *map(ord, "ab{'tools': []}")]
+    assert interface._prompt(request_for("ab", tools=[]), Tokenizer()) == [
+        1,
+        *map(ord, "ab{'tools': []}"),
+    ]
     monkeypatch.setattr(ARGS, "rl_skip_bos_token", True)
     assert interface._prompt(request_for("ab"), Tokenizer()) == [97, 98]
     monkeypatch.setattr(ARGS, "rl_skip_bos_token", False)
@@ -423,7 +496,9 @@ def test_the_first_token_follows_megatrons_arguments_and_tokenizer(
 
 
 @pytest.mark.slow
-def test_ranks_synchronize_while_the_first_generates(interface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_synchronize_while_the_first_generates(
+    interface: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second `resume` or `suspend` has no effect, and `kill` suspends."""
     monkeypatch.setattr(interface, "MEETING_INTERVAL", 0.01)
     first = FakeRolloutEngine()

@@ -31,7 +31,11 @@ from tests.harness.vllm_server import FILLED, PLAIN, serving
 
 # A stand-in for wandb, and callbacks: in a run, package `tests` is the checkout's.
 SCRIPT_PATH = Path(__file__).parent / "script_path"
-PYTHON_PATHS = [str(REPO_ROOT), str(SCRIPT_PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+PYTHON_PATHS = [
+    str(REPO_ROOT),
+    str(SCRIPT_PATH),
+    *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 
 pytestmark = [
@@ -70,19 +74,24 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --group-query-attention "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size "
+    "192 --group-query-attention "
     "--num-query-groups 2 --kv-channels 32 --seq-length 32 --max-position-embeddings 128 --swiglu "
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights"
 )
 TRAINING = (
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --weight-decay 0.1 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 129 --make-vocab-size-divisible-by 8 --split 90,5,5 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-warmup-iters 2 --weight-decay 0.1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 129 "
+    "--make-vocab-size-divisible-by 8 --split 90,5,5 "
     "--num-workers 0 --eval-interval 3 --eval-iters 1 --log-interval 1 --tensorboard-log-interval 1"
 )
 ON_CPU = (
-    "--transformer-impl local --use-cpu-initialization --distributed-backend gloo --attention-backend unfused "
-    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
+    "--transformer-impl local --use-cpu-initialization --distributed-backend gloo "
+    "--attention-backend unfused "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-bias-gelu-fusion "
     "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
 )
 NUM_STEPS = 6
@@ -116,19 +125,24 @@ class Case:
 CASES = {
     "TP": Case(2, "--tensor-model-parallel-size 2", "--infer-tensor-parallel-size 1"),
     "TP PP": Case(
-        4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--infer-tensor-parallel-size 2"
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--infer-tensor-parallel-size 2",
     ),
     "DP": Case(
         2,
-        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch_dist "
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --ckpt-format torch_dist "
         "--exit-interval 4 --wandb-project project --wandb-exp-name name --wandb-save-dir wandb",
-        f"--infer-tensor-parallel-size 1 --resharding-verify sample --resharding-callback {CALLBACKS}:sample",
+        "--infer-tensor-parallel-size 1 --resharding-verify sample "
+        f"--resharding-callback {CALLBACKS}:sample",
         versions={2: 2, 4: 4},
         last=4,
     ),
     "VPP": Case(
         2,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --exit-signal-handler "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage "
+        "1 --exit-signal-handler "
         "--exit-interval 4",
         f"--infer-tensor-parallel-size 2 --resharding-callback {CALLBACKS}:terminate",
         versions={2: 2, 4: 4},
@@ -136,19 +150,22 @@ CASES = {
     ),
     "fp16": Case(
         2,
-        "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1",
+        "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1048576 "
+        "--loss-scale-window 2 --hysteresis 1",
         "--infer-tensor-parallel-size 1 --resharding-interval 3",
         versions={5: 3},
     ),
     "EP": Case(
         2,
-        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm",
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-ffn-hidden-size 64 --qk-layernorm",
         "--infer-tensor-parallel-size 2",
         model="experts",
     ),
     "hybrid": Case(
         2,
-        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*|-*-*- --spec hybrid_stack SPEC",
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*|-*-*- --spec "
+        "hybrid_stack SPEC",
         "--infer-tensor-parallel-size 2",
         script="pretrain_hybrid.py",
     ),
@@ -166,8 +183,15 @@ class Scripts:
         self.directory = directory
         self.plain = self._clone("plain")
         self.patched = self._clone("patched")
-        subprocess.run([REPO_ROOT / "patches" / "apply.sh", self.patched], check=True, capture_output=True)
-        settings = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mb": 16, "timeout_seconds": 120}
+        subprocess.run(
+            [REPO_ROOT / "patches" / "apply.sh", self.patched], check=True, capture_output=True
+        )
+        settings = {
+            "max_model_len": 64,
+            "max_num_seqs": 16,
+            "kv_cache_mb": 16,
+            "timeout_seconds": 120,
+        }
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
             model = directory / name
             model.mkdir()
@@ -179,10 +203,14 @@ class Scripts:
 
     def _clone(self, name: str) -> Path:
         tree = self.directory / name
-        subprocess.run(["git", "clone", "-q", "--shared", CHECKOUT, tree], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "clone", "-q", "--shared", CHECKOUT, tree], check=True, capture_output=True
+        )
         # Megatron compiles these at start, which needs pybind11. The installed package has them,
         # of another version perhaps, but the source is the same from 0.16 to 0.19.
-        installed = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")
+        installed = importlib.metadata.distribution("megatron-core").locate_file(
+            "megatron/core/datasets"
+        )
         for compiled in Path(str(installed)).glob("helpers_cpp*.so"):
             shutil.copy(compiled, tree / "megatron" / "core" / "datasets")
         return tree
@@ -215,7 +243,8 @@ class Scripts:
         return (
             "--enable-resharding --resharding-engine hybrid_engine.megatron_script:make_engine "
             f"--resharding-config {self.directory / case.model}.yaml --resharding-interval 2 "
-            f"--resharding-prompts {self.prompts} --resharding-output samples --resharding-verify full {case.ours}"
+            f"--resharding-prompts {self.prompts} --resharding-output samples "
+            f"--resharding-verify full {case.ours}"
         )
 
 
@@ -263,7 +292,14 @@ def scalars(directory: Path, ours: bool = False) -> dict[str, list[tuple[int, fl
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a nested structure with its path; tensors as bytes."""
     if isinstance(value, torch.Tensor):
-        yield path, (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        yield (
+            path,
+            (
+                value.dtype,
+                tuple(value.shape),
+                value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+            ),
+        )
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}")
@@ -284,7 +320,9 @@ def checkpoint(directory: Path) -> Values:
     }
     for metadata in sorted(directory.glob("checkpoint/*/.metadata")):  # of torch_dist
         files[str(metadata.parent.relative_to(directory))] = distributed_checkpoint(metadata.parent)
-    return {f"{name}{path}": value for name, content in files.items() for path, value in leaves(content)}
+    return {
+        f"{name}{path}": value for name, content in files.items() for path, value in leaves(content)
+    }
 
 
 def distributed_checkpoint(directory: Path) -> Values:
@@ -302,7 +340,9 @@ def lines(path: Path) -> list[Values]:
 
 def logged_losses(directory: Path) -> list[str]:
     """Return the lines of Megatron's output that have losses, without dates and times."""
-    matching = [line for line in (directory / "output").read_text().splitlines() if "lm loss" in line]
+    matching = [
+        line for line in (directory / "output").read_text().splitlines() if "lm loss" in line
+    ]
     return [re.sub(r"\[[^]]*\]|elapsed time[^|]*\|", "", line) for line in matching]
 
 
@@ -321,12 +361,18 @@ def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> Non
     directory = runs(name, way)
     versions = CASES[name].versions
     samples = lines(directory / "samples" / "samples.jsonl")
-    assert [sample["iteration"] for sample in samples] == [iteration for iteration in versions for _ in range(4)]
+    assert [sample["iteration"] for sample in samples] == [
+        iteration for iteration in versions for _ in range(4)
+    ]
     assert all(len(sample["log_probs"]) == len(sample["token_ids"]) > 0 for sample in samples)
     assert {sample["prompt"] for sample in samples if "prompt" in sample} == {"5 6 7 8"}
     switches = lines(directory / "samples" / "switches.jsonl")
-    assert [switch["version"] for switch in switches] == [version for version in versions.values() for _ in range(2)]
-    assert [step for step, _ in scalars(directory, ours=True)["resharding/train->infer seconds"]] == list(versions)
+    assert [switch["version"] for switch in switches] == [
+        version for version in versions.values() for _ in range(2)
+    ]
+    assert [
+        step for step, _ in scalars(directory, ours=True)["resharding/train->infer seconds"]
+    ] == list(versions)
     output = (directory / "output").read_text()
     assert "resharding-to-inference" in output
     reports = [line for line in output.splitlines() if "[Reshard] direction=" in line]
@@ -340,7 +386,11 @@ def test_checkpoints_are_bitwise_equal(runs: Runs, name: str, way: str) -> None:
     without = checkpoint(runs(name, "without"))
     resharded = checkpoint(runs(name, way))
     assert len(without) > 100
-    assert {name for name in without.keys() | resharded.keys() if without.get(name) != resharded.get(name)} == set()
+    assert {
+        name
+        for name in without.keys() | resharded.keys()
+        if without.get(name) != resharded.get(name)
+    } == set()
 
 
 def test_a_patched_tree_without_the_flag_behaves_as_before(scripts: Scripts, runs: Runs) -> None:
@@ -358,14 +408,18 @@ def test_servers_replace_vllm_in_megatrons_process(scripts: Scripts, runs: Runs)
     """Megatron's results do not change."""
     case = CASES["TP"]
     settings = json.loads((scripts.directory / "dense.yaml").read_text())
-    with serving(scripts.directory / "dense", scripts.directory / "server", *PLAIN, *FILLED) as server:
+    with serving(
+        scripts.directory / "dense", scripts.directory / "server", *PLAIN, *FILLED
+    ) as server:
         settings["generate_config"]["servers"] = [server.url]
         (scripts.directory / "served.yaml").write_text(json.dumps(settings))
         ours = scripts.resharding(replace(case, model="served"))
         directory = scripts.run("TP served", case, SAVING, case.flags, ours)
     assert scalars(directory) == scalars(runs("TP", "without"))
     samples = lines(directory / "samples" / "samples.jsonl")
-    assert [sample["iteration"] for sample in samples] == [iteration for iteration in case.versions for _ in range(4)]
+    assert [sample["iteration"] for sample in samples] == [
+        iteration for iteration in case.versions for _ in range(4)
+    ]
 
 
 def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
@@ -376,12 +430,19 @@ def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
 
 def test_a_signal_ends_the_run_like_a_plain_run(runs: Runs) -> None:
     """Megatron checks for signals after a step, and saves."""
-    assert "exiting program after receiving SIGTERM" in (runs("VPP", "launcher") / "output").read_text()
+    assert (
+        "exiting program after receiving SIGTERM"
+        in (runs("VPP", "launcher") / "output").read_text()
+    )
     assert "exiting program at iteration 4" in (runs("VPP", "without") / "output").read_text()
 
 
-@pytest.mark.parametrize("name", ["TP", "TP PP", "fp16"])  # a distributed optimizer needs Transformer Engine or apex
-def test_a_resumed_run_continues_with_and_without_resharding(scripts: Scripts, runs: Runs, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["TP", "TP PP", "fp16"]
+)  # a distributed optimizer needs Transformer Engine or apex
+def test_a_resumed_run_continues_with_and_without_resharding(
+    scripts: Scripts, runs: Runs, name: str
+) -> None:
     """Resume from iteration 4 of the run that switched; the step count continues."""
     case = CASES[name]
     first = runs(name, "launcher")

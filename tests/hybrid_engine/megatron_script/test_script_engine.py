@@ -85,14 +85,19 @@ def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
         ),
         wandb_writer=wandb,
     )
-    completions = [[Completion((4, 5), (-1.0, -3.0), "length")], [Completion((6,), (-2.0,), "stop")]]
+    completions = [
+        [Completion((4, 5), (-1.0, -3.0), "length")],
+        [Completion((6,), (-2.0,), "stop")],
+    ]
     reports = [report("train->infer"), report("infer->train")]
     for is_writer in (True, False):
         notes = Journal(script, tmp_path / str(is_writer), is_writer)
         notes.record(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
         notes.log_times(8)
     written = tmp_path / "True"
-    first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines()
+    )
     assert first == {
         "iteration": 8,
         "prompt": "7 8",
@@ -112,18 +117,30 @@ def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
     assert scalars["resharding/mean log-probability"] == -2.0
     assert scalars["resharding/completion tokens"] == 1.5
     assert texts == {"resharding/samples": "    7 8\n    => 4 5\n\n    [1, 2]\n    => [6]"}
-    table = [["prompt", "completion", "finish reason"], ["7 8", "4 5", "length"], ["[1, 2]", "[6]", "stop"]]
+    table = [
+        ["prompt", "completion", "finish reason"],
+        ["7 8", "4 5", "length"],
+        ["[1, 2]", "[6]", "stop"],
+    ]
     assert wandb.logged == {8: {**scalars, "resharding/samples": table}}
     assert script.timers.calls == ["write", "write", "log"] * 2
 
 
-def test_a_full_disk_drops_lines_without_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_drops_lines_without_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whole lines are dropped and counted. A truncated line is removed before the next one."""
     script = SimpleNamespace(tensorboard_writer=None, wandb_writer=None)
     notes = Journal(script, tmp_path, True)
     path = tmp_path / "samples.jsonl"
     path.write_text('{"iteration": 1}\n{"iterat')
-    sample = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
+    sample = {
+        "iteration": 2,
+        "token_ids": [1],
+        "log_probs": [],
+        "prompt_token_ids": [],
+        "finish_reason": "stop",
+    }
     with file_size_limit(100):
         notes.record(2, [report("train->infer")], [sample, sample])
     assert notes.num_dropped == {"samples.jsonl": 2, "switches.jsonl": 1}
@@ -131,13 +148,20 @@ def test_a_full_disk_drops_lines_without_an_error(tmp_path: Path, caplog: pytest
     assert "2 lines dropped so far, training goes on" in caplog.text
     assert path.read_text() == '{"iteration": 1}\n'
     notes.record(3, [report("train->infer")], [sample])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, sample]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"iteration": 1},
+        sample,
+    ]
 
 
 def test_megatrons_interval_timer_resumes_after_a_failed_switch() -> None:
     timers = Timers()
     notes = Journal(SimpleNamespace(timers=timers), None, True)
-    with pytest.raises(ValueError, match="no switch"), notes.apart_from_training(), notes.timed(TIMERS[0]):
+    with (
+        pytest.raises(ValueError, match="no switch"),
+        notes.apart_from_training(),
+        notes.timed(TIMERS[0]),
+    ):
         raise ValueError("no switch")
     assert timers.calls == [
         "stop interval-time",
@@ -169,14 +193,18 @@ class FakeVllm(FakeInference):
 
     def params_of(self, sampling: Sampling) -> None: ...
 
-    def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+    def generate_over_replicas(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[Completion]]:
         return [[Completion((4,), (-1.0,), "stop")] for _ in prompts]
 
 
 class Engine(engine.ScriptEngine):
     """The real engine between fakes. A failure is a function that raises at a named point."""
 
-    def __init__(self, output: Path, timeout: float = PATIENCE_SECONDS, **failures: Callable[..., Any]) -> None:
+    def __init__(
+        self, output: Path, timeout: float = PATIENCE_SECONDS, **failures: Callable[..., Any]
+    ) -> None:
         self.failures = failures
         self.rig = Rig(build=False, timeout_seconds=timeout)
         self.settings = SimpleNamespace(
@@ -192,8 +220,12 @@ class Engine(engine.ScriptEngine):
         )
         self._script = SimpleNamespace(
             timers=Timers(),
-            tokenizer=SimpleNamespace(tokenize=lambda text: self._at("tokenize") or [1], detokenize=str),
-            tensorboard_writer=SimpleNamespace(add_scalar=lambda *_: self._at("write"), add_text=lambda *_: None),
+            tokenizer=SimpleNamespace(
+                tokenize=lambda text: self._at("tokenize") or [1], detokenize=str
+            ),
+            tensorboard_writer=SimpleNamespace(
+                add_scalar=lambda *_: self._at("write"), add_text=lambda *_: None
+            ),
             wandb_writer=None,
         )
 
@@ -212,7 +244,9 @@ class Engine(engine.ScriptEngine):
 
         with (
             mock.patch("hybrid_engine.assembly.build_inference_engine", vllm),
-            mock.patch("hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table),
+            mock.patch(
+                "hybrid_engine.assembly.quantised_table", lambda config, weights, table, job: table
+            ),
         ):
             self.attach(["chunk"], None, 0)
 
@@ -243,7 +277,11 @@ CALLBACK_EXITS = "StateError: --resharding-callback asked to exit: 3"
 OF_FUNCTION = "ReshardError: callback: ValueError: ['chunk']"
 # point -> rank that fails, its failure, the outcome there
 IN_A_SWITCH: dict[str, tuple[int, dict[str, Callable[..., Any]], str]] = {
-    "callback": (1, {"callback": raising(ValueError("no"))}, "ReshardError: callback: ValueError: no"),
+    "callback": (
+        1,
+        {"callback": raising(ValueError("no"))},
+        "ReshardError: callback: ValueError: no",
+    ),
     "callback exits": (1, {"callback": raising(SystemExit(3))}, CALLBACK_EXITS),
     "callback's own function": (0, {"callback": lambda: refuse_chunks}, OF_FUNCTION),
     "tensorboard": (1, {"write": raising(FULL)}, "ReshardError: journal: OSError: disk full"),
@@ -251,8 +289,16 @@ IN_A_SWITCH: dict[str, tuple[int, dict[str, Callable[..., Any]], str]] = {
 }
 IN_THE_BUILD: dict[str, tuple[int, dict[str, Callable[..., Any]], str]] = {
     "output": (0, {}, "FileError: creating "),
-    "model": (1, {"model": raising(FULL)}, "ReshardError: looking at the training model: OSError: disk full"),
-    "prompts": (1, {"tokenize": raising(KeyError("text"))}, "ReshardError: prompts and output: KeyError: 'text'"),
+    "model": (
+        1,
+        {"model": raising(FULL)},
+        "ReshardError: looking at the training model: OSError: disk full",
+    ),
+    "prompts": (
+        1,
+        {"tokenize": raising(KeyError("text"))},
+        "ReshardError: prompts and output: KeyError: 'text'",
+    ),
 }
 
 
@@ -297,7 +343,9 @@ def test_a_failed_rank_ends_the_wait_of_the_other(tmp_path: Path) -> None:
     if dist.get_rank() == 1:
         assert outcome == "OSError: disk full"
     else:
-        assert outcome.startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
+        assert outcome.startswith(
+            "LostRankError: delivering adapters: rank 1, building: OSError: disk full"
+        )
     dist.barrier()
 
 

@@ -22,7 +22,12 @@ from hybrid_engine.models import table_for
 from megatron_patches.engines import ReshardingOptions
 from megatron_patches.errors import ScriptError
 from tests.harness.errors import has_violation, has_violations, violations_of
-from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
+from tests.hybrid_engine.megatron_script.megatron_arguments import (
+    ARGS,
+    LLAMA,
+    script_of,
+    transformer_config,
+)
 from tests.zoo.families import served_config, write_config
 
 
@@ -31,7 +36,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
     """A model directory, the YAML file that names it, and prompts."""
     model = write_config(tmp_path / "model", LLAMA)
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n")
+    config.write_text(
+        f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n"
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": [1, 2]}\n\n{"prompt": "te\u2028x\x85t", "id": 7}\n')
     return {"model": model, "config": config, "prompts": prompts, "output": tmp_path / "output"}
@@ -80,14 +87,22 @@ def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> 
     for pattern, part in (("*-", f"{num_layers} layers"), ("M-*-", "(M)")):
         with pytest.raises(ConfigError) as caught:
             read_settings(script_of(options, core, hybrid_layer_pattern=pattern))
-        texts = [str(violation) for violation in caught.value.findings if "hybrid_layer_pattern" in violation.key]
+        texts = [
+            str(violation)
+            for violation in caught.value.findings
+            if "hybrid_layer_pattern" in violation.key
+        ]
         assert any(part in text for text in texts)
 
 
 def test_a_layout_may_omit_the_models_mtp_layer(files: dict[str, Path]) -> None:
     model = served_config("deepseek_v3", num_hidden_layers=4, num_nextn_predict_layers=1)
     write_config(files["model"], model)
-    sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+    }
     args = {"num_experts": model["n_routed_experts"], "rotary_base": model["rope_theta"], **sizes}
     options = enabled_by(files)
     core = transformer_config(model, mtp_num_layers=None)
@@ -113,10 +128,18 @@ def test_all_violations_are_reported_at_once(files: dict[str, Path], callback: s
         infer_tensor_parallel_size=3,
         callback=callback,
     )
-    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon", "optimizer_cpu_offload": True}
+    refused = {
+        "use_torch_fsdp2": True,
+        "nccl_ub": True,
+        "optimizer": "dist_muon",
+        "optimizer_cpu_offload": True,
+    }
     ours = has_violations(
         *((f"--{flag}", "refused-megatron-setting") for flag in ("use-torch-fsdp2", "use-nccl-ub")),
-        *((f"--{flag}", "refused-megatron-setting") for flag in ("optimizer", "optimizer-cpu-offload")),
+        *(
+            (f"--{flag}", "refused-megatron-setting")
+            for flag in ("optimizer", "optimizer-cpu-offload")
+        ),
         ("--resharding-output", "missing-key"),
         ("--resharding-prompts", "invalid-prompt"),
         ("--resharding-callback", "import-failed"),
@@ -142,8 +165,12 @@ def test_settings_of_megatron_cores_configuration_are_refused(files: dict[str, P
         read_settings(script_of(options, core, fp4_param_gather=True))
     listed = violations_of(caught.value)
     for flag in ("--fp4-param-gather", "--fp4-format"):
-        assert listed.count((flag, "refused-megatron-setting")) == 1, "several configurations have this field"
-    (param_gather,) = (violation for violation in caught.value.findings if violation.key == "--fp4-param-gather")
+        assert listed.count((flag, "refused-megatron-setting")) == 1, (
+            "several configurations have this field"
+        )
+    (param_gather,) = (
+        violation for violation in caught.value.findings if violation.key == "--fp4-param-gather"
+    )
     assert "--enable-resharding" in param_gather.remedy
 
 
@@ -157,8 +184,14 @@ def test_settings_of_megatron_cores_configuration_are_refused(files: dict[str, P
         ("model: x\nactor_config: {}", "actor_config", "has-no-effect", "config.yaml"),
         ("model: x\nsampler: {}", "--resharding-config", "unknown-key", "sampler"),
         ("model: x\nsampling: {tokens: 3}", "sampling", "unknown-key", "tokens"),
-        *((f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}", "", "") for value in WRONG_SAMPLING),
-        *((f"model: x\nsampling: {value}", "sampling", "not-a-mapping", value) for value in ("5", "[1]")),
+        *(
+            (f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}", "", "")
+            for value in WRONG_SAMPLING
+        ),
+        *(
+            (f"model: x\nsampling: {value}", "sampling", "not-a-mapping", value)
+            for value in ("5", "[1]")
+        ),
         ('model: x\nsampling: "n"', "sampling", "not-a-mapping", "'n'"),
         ("model: x\nsampling: {5: 1}", "sampling", "unknown-key", "max_tokens"),
         ("model: /nowhere", "model", "", "config.json"),
@@ -184,7 +217,9 @@ def test_invalid_files_are_reported_with_a_remedy(
 def test_an_unusable_output_is_refused_on_the_writing_rank(files: dict[str, Path]) -> None:
     output = files["prompts"] / "below a file"
     options = enabled_by(files, output=output)
-    refused = has_violation("--resharding-output", "not-writable", str(output), f"{files['prompts']} is not")
+    refused = has_violation(
+        "--resharding-output", "not-writable", str(output), f"{files['prompts']} is not"
+    )
     with pytest.raises(ConfigError, check=refused):
         read_settings(script_of(options))
     assert read_settings(script_of(options, rank=1)).output == output
@@ -196,9 +231,12 @@ def test_the_built_model_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
     model.config = transformer_config(glu_linear_offset=1.0)
     attention = {0: Attention(1.0, rotary=Rotary.of_frequencies(torch.ones(16)))}
     values = {"attention": attention, "padded_vocab_size": 10_000}
-    monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.config_of", lambda chunk: chunk.config)
     monkeypatch.setattr(
-        "hybrid_engine.backends.megatron.live_model.model_arguments", lambda chunk: Namespace(**{**ARGS, **values})
+        "hybrid_engine.backends.megatron.live_model.config_of", lambda chunk: chunk.config
+    )
+    monkeypatch.setattr(
+        "hybrid_engine.backends.megatron.live_model.model_arguments",
+        lambda chunk: Namespace(**{**ARGS, **values}),
     )
     monkeypatch.setattr("hybrid_engine.backends.megatron.live_model.own_class", lambda chunk: None)
     engine = script_engine.ScriptEngine.__new__(script_engine.ScriptEngine)
@@ -211,7 +249,9 @@ def test_the_built_model_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_prompts_need_a_layout_that_can_generate(files: dict[str, Path]) -> None:
     options = enabled_by(files, infer_pipeline_parallel_size=2)
-    assert read_settings(script_of(options)).config.generate_config.infer_pipeline_parallel_size == 2
+    assert (
+        read_settings(script_of(options)).config.generate_config.infer_pipeline_parallel_size == 2
+    )
     key = "generate_config.infer_pipeline_parallel_size"
     refused = has_violation(key, "cannot-generate", "2", "--resharding-prompts")
     with pytest.raises(ConfigError, check=refused):
@@ -221,13 +261,21 @@ def test_prompts_need_a_layout_that_can_generate(files: dict[str, Path]) -> None
 def test_violations_end_a_script_without_a_traceback(files: dict[str, Path]) -> None:
     """megatron_patches ends the script with the message of a ScriptError."""
     options = enabled_by(files, infer_tensor_parallel_size=3)
-    with pytest.raises(ScriptError, match=r"enable-resharding:\n- generate_config\.infer_tensor_parallel_size: "):
+    with pytest.raises(
+        ScriptError, match=r"enable-resharding:\n- generate_config\.infer_tensor_parallel_size: "
+    ):
         make_engine(script_of(options))
 
 
 def test_a_pipeline_layout_replaces_virtual_stages() -> None:
     values = actor_values(
-        Namespace(**{**ARGS, "pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2})
+        Namespace(
+            **{
+                **ARGS,
+                "pipeline_model_parallel_layout": "Et|tL",
+                "virtual_pipeline_model_parallel_size": 2,
+            }
+        )
     )
     assert values["pipeline_model_parallel_layout"] == "Et|tL"
     assert values["virtual_pipeline_model_parallel_size"] is None
@@ -239,17 +287,30 @@ def test_the_flag_or_the_file_allows_an_unknown_vllm(
 ) -> None:
     calls = []
     config = SimpleNamespace(generate_config=SimpleNamespace(allow_version=in_file, servers=()))
-    monkeypatch.setattr(script_engine, "read_settings", lambda script: SimpleNamespace(config=config))
-    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **arguments: calls.append(arguments))
-    script_engine.ScriptEngine(SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag)))
+    monkeypatch.setattr(
+        script_engine, "read_settings", lambda script: SimpleNamespace(config=config)
+    )
+    monkeypatch.setattr(
+        "hybrid_engine.backends.vllm.require_vllm", lambda **arguments: calls.append(arguments)
+    )
+    script_engine.ScriptEngine(
+        SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag))
+    )
     assert calls == [{"allow_version": flag or in_file}]
 
 
 RL = {
-    **{"perform_rl_step": True, "inference_max_seq_length": 64, "global_batch_size": 8, "rl_prompts_per_eval": 2},
+    **{
+        "perform_rl_step": True,
+        "inference_max_seq_length": 64,
+        "global_batch_size": 8,
+        "rl_prompts_per_eval": 2,
+    },
     **{"grpo_prompts_per_step": 4, "grpo_group_size": 4, "grpo_iterations": 3},
 }
-SERVED = "model: {model}\ngenerate_config: {{servers: ['http://127.0.0.1:1'], release_weights: false}}\n"
+SERVED = (
+    "model: {model}\ngenerate_config: {{servers: ['http://127.0.0.1:1'], release_weights: false}}\n"
+)
 
 
 @pytest.fixture
@@ -258,13 +319,17 @@ def newer_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("newer_megatron")
-def test_megatrons_rl_loop_uses_servers(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_rl_loop_uses_servers(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No vLLM is needed in this process.
 
     Servers that keep their weights lag by the steps between two collections, unless the file sets a
     lag.
     """
-    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("vLLM is required"))
+    monkeypatch.setattr(
+        "hybrid_engine.backends.vllm.require_vllm", lambda **_: pytest.fail("vLLM is required")
+    )
     files["config"].write_text(SERVED.format(model=files["model"]))
     options = enabled_by(files)
     engine = make_engine(script_of(options, **RL))
@@ -273,7 +338,9 @@ def test_megatrons_rl_loop_uses_servers(files: dict[str, Path], monkeypatch: pyt
     assert engine.most_requests == 16
     engine.switch(1)
     engine.detach()
-    files["config"].write_text(SERVED.format(model=files["model"]).replace("false", "false, server_max_lag: 2"))
+    files["config"].write_text(
+        SERVED.format(model=files["model"]).replace("false", "false, server_max_lag: 2")
+    )
     assert read_settings(script_of(options, **RL)).config.generate_config.server_max_lag == 2
 
 
@@ -289,17 +356,33 @@ def test_unsupported_settings_of_megatrons_rl_loop_are_refused(files: dict[str, 
     )
     axes = ("tensor", "pipeline", "expert", "expert_tensor")
     sizes = {f"rl_inference_{axis}_model_parallel_size": 2 for axis in axes}
-    flags = ("rl_offload_optimizer_during_inference", "rl_verify_model_weights_swap", "rl_partial_rollouts")
+    flags = (
+        "rl_offload_optimizer_during_inference",
+        "rl_verify_model_weights_swap",
+        "rl_partial_rollouts",
+    )
     refused = {**sizes, **dict.fromkeys(flags, True), "rl_inference_parsers": ["name"]}
     with pytest.raises(ConfigError) as caught:
         read_settings(script_of(options, **{**RL, **refused, "inference_max_seq_length": 128}))
-    our_flags = {"--resharding-interval", "--resharding-at-start", "--resharding-prompts", "--resharding-callback"}
+    our_flags = {
+        "--resharding-interval",
+        "--resharding-at-start",
+        "--resharding-prompts",
+        "--resharding-callback",
+    }
     keys = {"generate_config.servers", "generate_config.max_model_len", "sampling"}
     megatron_flags = {"--" + name.replace("_", "-") for name in refused}
-    assert {finding.key for finding in caught.value.findings} == {*our_flags, *keys, *megatron_flags}
+    assert {finding.key for finding in caught.value.findings} == {
+        *our_flags,
+        *keys,
+        *megatron_flags,
+    }
     refused_flags = ((flag, "refused-megatron-setting") for flag in megatron_flags)
     listed = has_violations(
-        *refused_flags, ("generate_config.servers", "missing-key"), ("sampling", "has-no-effect"), exactly=False
+        *refused_flags,
+        ("generate_config.servers", "missing-key"),
+        ("sampling", "has-no-effect"),
+        exactly=False,
     )
     assert listed(caught.value)
 
@@ -312,7 +395,9 @@ def test_rollouts_longer_than_the_model_are_refused(files: dict[str, Path]) -> N
     limit = LLAMA["max_position_embeddings"]
     read_settings(script_of(options, **{**RL, "inference_max_seq_length": limit}))
     key = "generate_config.max_model_len"
-    with pytest.raises(ConfigError, check=has_violation(key, "shorter-than-rollouts", str(limit), str(limit + 1))):
+    with pytest.raises(
+        ConfigError, check=has_violation(key, "shorter-than-rollouts", str(limit), str(limit + 1))
+    ):
         read_settings(script_of(options, **{**RL, "inference_max_seq_length": limit + 1}))
 
 

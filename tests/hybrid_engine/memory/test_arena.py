@@ -146,8 +146,12 @@ def test_a_failed_pin_changes_nothing(cudart: Cudart) -> None:
     assert_unchanged_and_usable(pages, cudart)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(MemoryError, MemoryError), (OSError, OffloadError)])
-def test_a_failed_population_changes_nothing(cudart: Cudart, kind: type[Exception], expected: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(MemoryError, MemoryError), (OSError, OffloadError)]
+)
+def test_a_failed_population_changes_nothing(
+    cudart: Cudart, kind: type[Exception], expected: type[Exception]
+) -> None:
     pages = pinned_page()
     populate = arena._populate_slice
     num_populated = iter(range(2))  # slices before the failure
@@ -170,7 +174,9 @@ def test_a_gpu_works_after_a_failed_call() -> None:
     pages = Arena(Copier(), pinned=True)
     pages.reserve(MIB)
     address = pages.memory.data_ptr()
-    assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "the page is registered already"
+    assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), (
+        "the page is registered already"
+    )
     assert torch.ones(3, device="cuda").sum() == 3
 
 

@@ -12,7 +12,9 @@ from hybrid_engine.memory.cuda_driver import CudaDriver
 from tests.software_gpu.device import load_driver, without_attribute
 
 
-def test_a_missing_driver_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_missing_driver_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     cuda_driver.driver_of.cache_clear()  # forget the driver found by other tests

@@ -28,7 +28,9 @@ from hybrid_engine.messages import decode, encode
 from tests.harness.errors import has_code, refused
 from tests.harness.namespaces import enter_a_process_namespace
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes user or namespace, which needs root")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="changes user or namespace, which needs root"
+)
 STRANGER = 12345  # user id
 
 
@@ -77,7 +79,9 @@ def in_a_child(call: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def refused_fetch(handle: BufferHandle, check: Callable[[BaseException], bool], *names: str) -> Callable[[], None]:
+def refused_fetch(
+    handle: BufferHandle, check: Callable[[BaseException], bool], *names: str
+) -> Callable[[], None]:
     def fetch_refused() -> None:
         with pytest.raises(TransportError, check=check):
             fetch(handle.address, names or [handle.token])
@@ -157,7 +161,9 @@ def test_a_peer_out_of_descriptors_gets_an_error_and_keeps_none(handle: BufferHa
     ("number", "code"),
     [(signal.SIGKILL, "owner-is-gone"), (signal.SIGSTOP, "owner-unreachable")],
 )
-def test_a_killed_or_stopped_owner_is_an_error(number: int, code: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_or_stopped_owner_is_an_error(
+    number: int, code: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(descriptors, "_REPLY_TIMEOUT", 0.5)
     reader, writer = os.pipe()
     if not (owner := os.fork()):
@@ -185,7 +191,9 @@ def test_a_forked_child_has_its_own_server(handle: BufferHandle):
         exported = export_handle(tensor)
         assert os.path.dirname(exported.address) != os.path.dirname(handle.address)
         assert map_pages(exported).tolist() == [4] * 10
-        assert map_pages(kept[0].export()).tolist() == [3] * 10, "an inherited buffer, exported by the child"
+        assert map_pages(kept[0].export()).tolist() == [3] * 10, (
+            "an inherited buffer, exported by the child"
+        )
         kept.clear()
         del tensor
         gc.collect()
@@ -227,7 +235,9 @@ def test_a_buffer_closed_while_it_is_sent_is_still_the_right_file(
     ],
     ids=str,
 )
-def test_a_handle_outside_its_file_is_refused(handle: BufferHandle, values: dict[str, object]) -> None:
+def test_a_handle_outside_its_file_is_refused(
+    handle: BufferHandle, values: dict[str, object]
+) -> None:
     with refused(MessageError, "malformed-handle"):
         replace(handle, **values)
     fields = [values.get(name, getattr(handle, name)) for name in BufferHandle.__struct_fields__]
@@ -241,7 +251,9 @@ def test_a_file_with_another_size_is_not_mapped(handle: BufferHandle) -> None:
             map_pages(replace(handle, file_nbytes=nbytes))
 
 
-def test_silent_or_closed_peers_delay_no_other_peer(handle: BufferHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_or_closed_peers_delay_no_other_peer(
+    handle: BufferHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Silent connections are closed after a timeout."""
     timeout = 3.0
     monkeypatch.setattr(descriptors, "_REQUEST_TIMEOUT", timeout)

@@ -40,7 +40,15 @@ from megatron_patches.optimizers import OptimizerTensor, _BufferPlace
 from tests.harness.errors import refused
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
-from tests.software_gpu.device import GARBAGE, GRANULE, NOT_SUPPORTED, failing, limit, mapped, virtual_memory
+from tests.software_gpu.device import (
+    GARBAGE,
+    GRANULE,
+    NOT_SUPPORTED,
+    failing,
+    limit,
+    mapped,
+    virtual_memory,
+)
 
 MIB = 2**20
 
@@ -65,8 +73,14 @@ def test_a_release_waits_once_for_the_stream(rig: Rig):
 def optimizer_state(rig: Rig, count: int) -> list[OptimizerTensor]:
     """Return moments of one chunk each, numbered, in device memory."""
     numel = CHUNK // 4
-    tensors = [allocate_elastic(numel, torch.float32, "cuda:0", "old").fill_(number) for number in range(count)]
-    return [OptimizerTensor(f"param {number}", "moment", "exp_avg", tensor) for number, tensor in enumerate(tensors)]
+    tensors = [
+        allocate_elastic(numel, torch.float32, "cuda:0", "old").fill_(number)
+        for number in range(count)
+    ]
+    return [
+        OptimizerTensor(f"param {number}", "moment", "exp_avg", tensor)
+        for number, tensor in enumerate(tensors)
+    ]
 
 
 def on_device(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -83,7 +97,9 @@ def test_optimizer_state_is_gathered_with_one_spare_chunk(rig: Rig):
     home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
     (flat,) = home.flats
     assert home.without(state) == []
-    assert [float(moment.tensor.sum()) for moment in state] == [number * CHUNK / 4 for number in range(6)]
+    assert [float(moment.tensor.sum()) for moment in state] == [
+        number * CHUNK / 4 for number in range(6)
+    ]
     assert virtual_memory().nbytes == 6 * CHUNK == exported_buffer_of(flat).resident_nbytes()
 
 
@@ -115,7 +131,9 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
             buffer.export()
         contents: dict[int, int] = dict.fromkeys(range(num_chunks), GARBAGE)  # resident
         for number in range(data.draw(st.integers(1, 8))):
-            start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
+            start, stop = sorted(
+                data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes)))
+            )
             if data.draw(st.booleans()):
                 buffer.release(start, stop)
                 for chunk in range(num_chunks):
@@ -127,8 +145,13 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
                 for chunk in range(num_chunks):
                     if start < stop and chunk * granule < stop and start < (chunk + 1) * granule:
                         contents.setdefault(chunk, GARBAGE)
-            sizes = {chunk: min(granule, -(-nbytes // GRANULE) * GRANULE - chunk * granule) for chunk in contents}
-            assert mapped() == [(address + chunk * granule, sizes[chunk]) for chunk in sorted(contents)]
+            sizes = {
+                chunk: min(granule, -(-nbytes // GRANULE) * GRANULE - chunk * granule)
+                for chunk in contents
+            }
+            assert mapped() == [
+                (address + chunk * granule, sizes[chunk]) for chunk in sorted(contents)
+            ]
             assert buffer.resident_nbytes() == virtual_memory().nbytes == sum(sizes.values())
             for chunk, value in contents.items():
                 chunk_bytes = slice(chunk * granule, (chunk + 1) * granule)
@@ -177,7 +200,9 @@ torch.kept = rig.buffer(3 * CHUNK).tensor
 kept = rig.buffer(CHUNK).tensor.float().requires_grad_()
 torch.graph = (kept * kept).sum()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -217,7 +242,10 @@ def test_a_failed_driver_call_leaves_the_chunk_released(rig: Rig, call: str):
     buffer.export()
     buffer.release()
     code = "cannot-export" if call == "cuMemExportToShareableHandle" else "driver-call-failed"
-    with failing(call, error=NOT_SUPPORTED), refused(DeviceMemoryError, code, call, "NOT_SUPPORTED"):
+    with (
+        failing(call, error=NOT_SUPPORTED),
+        refused(DeviceMemoryError, code, call, "NOT_SUPPORTED"),
+    ):
         buffer.restore()
     assert buffer.resident_nbytes() == virtual_memory().nbytes == 0
     buffer.restore()
@@ -233,7 +261,9 @@ def test_a_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     peer = open_peer(handle)
     for start, stop in [(0, CHUNK - 100), (5, 6), (CHUNK // 4, CHUNK // 2 + 7)]:
         with peer.mapped(handle.chunks([Extent(start, stop)])) as flat:
-            assert torch.equal(flat[start:stop], torch.arange(100, CHUNK, dtype=torch.int32)[start:stop])
+            assert torch.equal(
+                flat[start:stop], torch.arange(100, CHUNK, dtype=torch.int32)[start:stop]
+            )
             assert len(mapped()) > len(own_mappings)
         assert mapped() == own_mappings
     peer.close()
@@ -300,7 +330,9 @@ def test_a_freed_buffer_cannot_be_read(rig: Rig):
         open_peer(handle)
 
 
-def test_a_chunk_released_before_its_descriptor_is_fetched_is_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_a_chunk_released_before_its_descriptor_is_fetched_is_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
     buffer = rig.buffer(2 * CHUNK)
     peer = open_peer(buffer.export())
     fetch = device_pages.fetch

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory import descriptors
-from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, export_tensor, exported_buffer_of, reading
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    allocate_elastic,
+    export_tensor,
+    exported_buffer_of,
+    reading,
+)
 from hybrid_engine.memory.host_pages import map_pages
 from tests.harness.errors import refused
 
@@ -30,7 +36,9 @@ def num_mappings() -> int:
         return sum("hybrid_engine." in line for line in maps)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn]
+)
 def test_any_dtype_and_size_is_allocated(dtype: torch.dtype):
     buffer = ElasticBuffer(12345, dtype)  # no whole number of pages
     assert buffer.resident_nbytes() == 0
@@ -47,7 +55,9 @@ def whole_pages(start: int, stop: int, nbytes: int) -> tuple[int, int]:
 
 
 @given(data=st.data(), nbytes=st.integers(1, 5 * PAGE))
-def test_a_release_takes_only_whole_pages_inside_and_restored_ones_are_zero(data: st.DataObject, nbytes: int):
+def test_a_release_takes_only_whole_pages_inside_and_restored_ones_are_zero(
+    data: st.DataObject, nbytes: int
+):
     buffer = ElasticBuffer(nbytes, torch.uint8)
     assert buffer.granularity == PAGE
     expected = torch.zeros(nbytes, dtype=torch.uint8)

@@ -22,7 +22,13 @@ SIZE = 32
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, after: int = 0, owner: str | None = None) -> None:
+def fail(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    after: int = 0,
+    owner: str | None = None,
+) -> None:
     """Make one call of a method fail as when out of memory, after `after` successful calls.
 
     owner: counts and fails only calls on the storage of that name.
@@ -61,9 +67,13 @@ class CopiesToHost(Copier):
 class Model:
     """A network with Adam; parameters and gradients are views of flat buffers, like Megatron's."""
 
-    def __init__(self, *, elastic: bool, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+    def __init__(
+        self, *, elastic: bool, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
+    ) -> None:
         torch.manual_seed(1)
-        self.network = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Tanh(), torch.nn.Linear(SIZE, SIZE))
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(SIZE, SIZE), torch.nn.Tanh(), torch.nn.Linear(SIZE, SIZE)
+        )
         numel = sum(parameter.numel() for parameter in self.network.parameters())
         self.param_data = self._allocate(numel, "param", elastic)
         self.grad_data = self._allocate(numel, "grad", elastic)
@@ -86,7 +96,10 @@ class Model:
         return [
             OffloadItem("flat params", "param", self.param_data),
             OffloadItem("flat grads", "grad", self.grad_data, "drop"),
-            *(OffloadItem(f"weight of layer {n}", "param", layer.weight) for n, layer in enumerate(self.network[::2])),
+            *(
+                OffloadItem(f"weight of layer {n}", "param", layer.weight)
+                for n, layer in enumerate(self.network[::2])
+            ),
             *(
                 OffloadItem(f"{name} {number}", "optimizer", value)
                 for number, state in enumerate(self.optimizer.state.values())
@@ -101,7 +114,10 @@ class Model:
         self.optimizer.step()
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.param_data, *(value for state in self.optimizer.state.values() for value in state.values())]
+        return [
+            self.param_data,
+            *(value for state in self.optimizer.state.values() for value in state.values()),
+        ]
 
 
 def trained(elastic: bool = False) -> tuple[Model, list[torch.Tensor], Offloader]:
@@ -148,7 +164,11 @@ def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
     assert {kind: offloader.offload([kind]) for kind in KINDS} == nbytes
     assert offloader.offload() == 0
     assert copies.nbytes == flat + moments
-    assert flat + moments <= sum(arena.nbytes for arena in offloader._arenas.values()) < flat + moments + 16 * 12
+    assert (
+        flat + moments
+        <= sum(arena.nbytes for arena in offloader._arenas.values())
+        < flat + moments + 16 * 12
+    )
     assert {kind: offloader.onload([kind]) for kind in KINDS} == nbytes
     assert offloader.onload() == 0
     assert not model.grad_data.any()
@@ -191,7 +211,9 @@ def test_tensors_of_other_devices_are_not_moved():
     ],
     ids=["shared", "foreign"],
 )
-def test_a_storage_that_cannot_be_freed_is_refused_before_any_move(tensor: torch.Tensor, reason: str):
+def test_a_storage_that_cannot_be_freed_is_refused_before_any_move(
+    tensor: torch.Tensor, reason: str
+):
     good = torch.ones(100)
     items = [OffloadItem("good one", "param", good), OffloadItem("module.bad", "param", tensor)]
     offloader = Offloader(Items(lambda: items), "cpu")
@@ -252,7 +274,10 @@ class Holder:
         self.caches: TensorDict = {"mask": torch.ones(50)}
 
     def items(self) -> list[OffloadItem]:
-        caches = [OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear) for n, t in self.caches.items()]
+        caches = [
+            OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear)
+            for n, t in self.caches.items()
+        ]
         return [OffloadItem("weight", "param", self.weight), *caches]
 
     def offloader(self) -> Offloader:

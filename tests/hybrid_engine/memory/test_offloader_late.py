@@ -28,7 +28,9 @@ class Rig:
 
     def __init__(self, *, elastic: bool = False) -> None:
         make: Callable[[], torch.Tensor] = (
-            (lambda: allocate_elastic(NUMEL, torch.float32, "cpu", "param")) if elastic else lambda: torch.zeros(NUMEL)
+            (lambda: allocate_elastic(NUMEL, torch.float32, "cpu", "param"))
+            if elastic
+            else lambda: torch.zeros(NUMEL)
         )
         self.tensors = {kind: [make() for _ in range(4)] for kind in ("param", "optimizer")}
         self.offloader = Offloader(items := Items(self.inventory), "cpu")
@@ -37,7 +39,11 @@ class Rig:
         self.write(0)
 
     def inventory(self) -> list[OffloadItem]:
-        return [OffloadItem(f"{kind} {n}", kind, t) for kind in self.tensors for n, t in enumerate(self.tensors[kind])]
+        return [
+            OffloadItem(f"{kind} {n}", kind, t)
+            for kind in self.tensors
+            for n, t in enumerate(self.tensors[kind])
+        ]
 
     def write(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -49,7 +55,11 @@ class Rig:
         return [tensor for tensors in self.tensors.values() for tensor in tensors]
 
     def on_device(self, kind: str) -> list[bool]:
-        return [s.resident_nbytes() > 0 for s in survey(self.inventory(), "cpu").storages if s.kind == kind]
+        return [
+            s.resident_nbytes() > 0
+            for s in survey(self.inventory(), "cpu").storages
+            if s.kind == kind
+        ]
 
     def assert_restored(self) -> None:
         assert all(map(torch.equal, self.all(), self.expected))
@@ -105,13 +115,17 @@ def test_late_state_is_there_before_its_use(rig: Rig, late_copies: LateCopies, u
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_late_state_that_leaves_again_keeps_its_contents(rig: Rig, late_copies: LateCopies, kind: str):
+def test_late_state_that_leaves_again_keeps_its_contents(
+    rig: Rig, late_copies: LateCopies, kind: str
+):
     rig.offloader.offload()
     departure = rig.offloader.departure("optimizer")
     rig.offloader.onload(late=LATE_KINDS)
     assert rig.offloader.departure("optimizer") is not departure
     copies = CopiesToHost(rig.offloader)
-    assert rig.offloader.offload([kind, "optimizer"]) == 4 * NBYTES * len({kind, "optimizer"} - {"grad"})
+    assert rig.offloader.offload([kind, "optimizer"]) == 4 * NBYTES * len(
+        {kind, "optimizer"} - {"grad"}
+    )
     assert late_copies.under_way == [], "memory goes after its copies"
     assert copies.nbytes == 4 * NBYTES * (kind == "param")
     assert rig.on_device("optimizer") == [False] * 4
@@ -139,7 +153,9 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize("error", [Stop, MemoryError])
-def test_memory_of_a_failed_onload_is_released(rig: Rig, error: type, monkeypatch: pytest.MonkeyPatch):
+def test_memory_of_a_failed_onload_is_released(
+    rig: Rig, error: type, monkeypatch: pytest.MonkeyPatch
+):
     take_back = inventory_module.Storage.take_back
 
     def failing(storage: Any) -> None:

@@ -42,7 +42,11 @@ def on_device(flat: torch.Tensor) -> int:
 
 
 def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> Offloader:
-    return Offloader(Items(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)]))
+    return Offloader(
+        Items(
+            lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)]
+        )
+    )
 
 
 # Sizes in elements of 2 to 4 bytes: below a page, whole pages, and pages with a remainder.
@@ -62,7 +66,10 @@ class Rig:
     """An offloader of three elastic tensors, with their expected values."""
 
     def __init__(self) -> None:
-        self.flats = [filled(numel, dtype, seed) for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))]
+        self.flats = [
+            filled(numel, dtype, seed)
+            for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))
+        ]
         self.expected = [flat.clone() for flat in self.flats]
         self.offloader = offloader_of(*self.flats)
         self.offloader._saves_ahead = True  # as on CUDA
@@ -139,7 +146,9 @@ def pages_of(flat: torch.Tensor) -> list[range]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEP, max_size=12), st.sampled_from([PAGE - 3, 2 * PAGE + 10, 256 * 2**20]))
-def test_any_sequence_restores_all_bytes_and_releases_whole_pages(steps: list[tuple], piece: int) -> None:
+def test_any_sequence_restores_all_bytes_and_releases_whole_pages(
+    steps: list[tuple], piece: int
+) -> None:
     rig = Rig()
     with mock.patch.object(offload_items, "_PIECE_NBYTES", piece):
         for step in steps:
@@ -192,7 +201,9 @@ def test_parts_of_other_storages_stay_until_the_offload():
 def test_state_that_appears_after_the_first_part_is_offloaded():
     flats = [filled(PAGE, seed=1)]
     expected = [flats[0].clone()]
-    offloader = Offloader(Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)]))
+    offloader = Offloader(
+        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    )
     offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
     flats.append(filled(3 * PAGE, seed=2))  # the arena grows and must keep its contents
     expected.append(flats[1].clone())
@@ -223,7 +234,9 @@ def test_a_read_only_onload_needs_no_copy_back(as_parts: bool):
 
 def test_a_writable_onload_or_another_inventory_is_copied_back():
     flats = [filled(PAGE)]
-    offloader = Offloader(Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)]))
+    offloader = Offloader(
+        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    )
     offloader.offload()
     offloader.onload({"param"}, read_only=True)
     offloader.onload({"param"})  # already resident, but may now be written
@@ -287,8 +300,14 @@ def test_a_failure_of_parts_loses_nothing(
         (lambda: Part(torch.zeros(4), 3, 2), r"\[3, 2\).* 4 "),
         (lambda: Part(torch.zeros(2, 2), 0, 1), r"shape \(2, 2\)"),
         (lambda: OffloadItem("x", "weights", torch.zeros(1)), "x: kind 'weights', action 'copy'"),
-        (lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"), "cache: action 'rebuild'"),
-        (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "weight: action 'copy'"),
+        (
+            lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"),
+            "cache: action 'rebuild'",
+        ),
+        (
+            lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list),
+            "weight: action 'copy'",
+        ),
     ],
 )
 def test_invalid_records_are_refused(make, message: str):

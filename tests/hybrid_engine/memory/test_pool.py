@@ -21,11 +21,15 @@ from tests.software_gpu.device import GRANULE, failing, mapped, virtual_memory
 
 SIZES = st.lists(st.integers(1, 12), max_size=6)
 USES = {"weights": (False, False), "first blocks": (True, False), "last blocks": (True, True)}
-RANGES = st.lists(st.tuples(st.integers(1, 20), st.sampled_from([*USES]), st.integers(0, 2)), max_size=6)
+RANGES = st.lists(
+    st.tuples(st.integers(1, 20), st.sampled_from([*USES]), st.integers(0, 2)), max_size=6
+)
 
 
 @given(SIZES, SIZES, RANGES)
-def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], sizes: list[tuple[int, str, int]]):
+def test_cuts_cover_rooms_and_segments(
+    rooms: list[int], chunks: list[int], sizes: list[tuple[int, str, int]]
+):
     ranges = [AddressRange(0, nbytes, segment, *USES[use]) for nbytes, use, segment in sizes]
     cuts = share_out(rooms, chunks, ranges)
     of_rooms: Counter[int | None] = Counter()
@@ -37,7 +41,9 @@ def test_cuts_cover_rooms_and_segments(rooms: list[int], chunks: list[int], size
         of_ranges[number] += nbytes
         if chunk is not None:
             assert chunks[chunk] == nbytes
-            assert number is None or ranges[number].is_late, "it has contents while weights are filled"
+            assert number is None or ranges[number].is_late, (
+                "it has contents while weights are filled"
+            )
         if room is None and chunk is None:
             assert not any(cut.range is None for cut in cuts), "there was room"
         elif number is not None:
@@ -59,7 +65,10 @@ def test_what_is_saved_lies_in_the_last_ranges():
     first, last = (AddressRange(0, 6, 0, *USES[use]) for use in ("first blocks", "last blocks"))
     weights = AddressRange(0, 2, 1)
     cuts = share_out([5, 4], [3, 4], [first, weights, last])
-    assert {(cut.room, cut.chunk): cut.nbytes for cut in cuts if cut.range == 2} == {(None, 0): 3, (1, None): 3}
+    assert {(cut.room, cut.chunk): cut.nbytes for cut in cuts if cut.range == 2} == {
+        (None, 0): 3,
+        (1, None): 3,
+    }
     assert {(cut.room, cut.chunk): cut.nbytes for cut in cuts if cut.range == 0} == {
         (0, None): 3,
         (1, None): 1,
@@ -68,7 +77,9 @@ def test_what_is_saved_lies_in_the_last_ranges():
 
 
 class Sides:
-    """Gradients of three granules, parameters of two chunks; weights of two granules, a cache of seven."""
+    """Gradients of three granules, parameters of two chunks; weights of two granules, a cache of
+    seven.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self.driver = rig.driver
@@ -80,7 +91,8 @@ class Sides:
             address = rig.driver.reserve(size * GRANULE)
             self.segments.append(AddressRange(address, size * GRANULE, address, size > 2))
         self.weights, self.cache = (
-            tensor_over(segment.address, segment.nbytes, torch.device("cpu"), None) for segment in self.segments
+            tensor_over(segment.address, segment.nbytes, torch.device("cpu"), None)
+            for segment in self.segments
         )
 
     def share(self) -> Pool:
@@ -109,7 +121,10 @@ def no_calls(sides: Sides, *allowed: str) -> Iterator[None]:
 def touchable(sides: Sides) -> list[bool]:
     """Return whether gradients and parameters may be touched."""
     ranges = mapped()
-    return [any(start == buffer.address for start, _ in ranges) for buffer in (sides.grads, sides.params)]
+    return [
+        any(start == buffer.address for start, _ in ranges)
+        for buffer in (sides.grads, sides.params)
+    ]
 
 
 def test_both_sides_use_the_memory_in_turn(sides: Sides):
@@ -183,7 +198,9 @@ def test_peers_keep_shared_memory_mapped(sides: Sides):
     peer.trim()
     held = virtual_memory().nbytes
     pool.give_back()
-    assert virtual_memory().nbytes == 4 * GRANULE < held, "the peer's mappings keep the parameters' memory"
+    assert virtual_memory().nbytes == 4 * GRANULE < held, (
+        "the peer's mappings keep the parameters' memory"
+    )
     peer.trim()
     assert virtual_memory().nbytes == 0
     sides.params.restore()

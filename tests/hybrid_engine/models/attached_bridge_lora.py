@@ -49,7 +49,9 @@ LAYOUTS: dict[str, Values] = {
 
 @contextmanager
 def methods(left_out: str = "") -> Iterator[tuple[Any, Any]]:
-    """Yield Megatron-Bridge's LoRA and CanonicalLoRA, which can be applied in the block, of all layers but one."""
+    """Yield Megatron-Bridge's LoRA and CanonicalLoRA, which can be applied in the block, of all
+    layers but one.
+    """
     from megatron.core import tensor_parallel  # before the mock: megatron-core must compute  # noqa: F401
 
     with mock_transformer_engine.importable():
@@ -57,14 +59,19 @@ def methods(left_out: str = "") -> Iterator[tuple[Any, Any]]:
         from megatron.bridge.peft.canonical_lora import CanonicalLoRA
         from megatron.bridge.peft.lora import LoRA
     with mock.patch.object(utils, "HAVE_TE", False):
-        lora, canonical = LoRA(target_modules=LAYERS, dim=4, alpha=12), CanonicalLoRA(dim=4, alpha=12)
+        lora, canonical = (
+            LoRA(target_modules=LAYERS, dim=4, alpha=12),
+            CanonicalLoRA(dim=4, alpha=12),
+        )
         for method in (lora, canonical):
             method.target_modules = [layer for layer in method.target_modules if layer != left_out]
         yield lora, canonical
 
 
 def adapted_model() -> tuple[Any, Any, TensorDict]:
-    """Return the example's model, TP=2, with adapters, its optimizer, and the frozen weights' values."""
+    """Return the example's model, TP=2, with adapters, its optimizer, and the frozen weights'
+    values.
+    """
     from examples import bring_your_own_megatron as example
 
     wrap = example.DistributedDataParallel
@@ -73,12 +80,20 @@ def adapted_model() -> tuple[Any, Any, TensorDict]:
         methods() as (lora, _),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(
-            example, "DistributedDataParallel", lambda config, ddp, model: wrap(config, ddp, lora(model, training=True))
+            example,
+            "DistributedDataParallel",
+            lambda config, ddp, model: wrap(config, ddp, lora(model, training=True)),
         ),
     ):
         model, optimizer = example.build_my_model()
-    frozen = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if not tensor.requires_grad}
-    assert all((".adapter." not in name) == (name in frozen) for name, _ in model.named_parameters())
+    frozen = {
+        name: tensor.detach().clone()
+        for name, tensor in model.named_parameters()
+        if not tensor.requires_grad
+    }
+    assert all(
+        (".adapter." not in name) == (name in frozen) for name, _ in model.named_parameters()
+    )
     return model, optimizer, frozen
 
 
@@ -119,7 +134,9 @@ def trained() -> TrainedAdapters:
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": GENERATE})
     layers = [module for module in model.modules() if hasattr(module, "disable_adapter_layers")]
     result = TrainedAdapters(num_layers=len(layers))
-    result.summed = [name for name, tensors in engine.train.weights.origins().items() if len(tensors) == 3]
+    result.summed = [
+        name for name, tensors in engine.train.weights.origins().items() if len(tensors) == 3
+    ]
     for _ in range(NUM_ROUNDS):
         with engine.train_context():
             result.losses.append(example.train(model, optimizer, 4))
@@ -148,7 +165,8 @@ def trained() -> TrainedAdapters:
 def merged(directory: Path) -> dict[str, tuple[float, float]]:
     """Map layouts and methods to the largest differences of log-probabilities.
 
-    The differences of a model with adapters: from the model with sums, and from the model without adapters.
+    The differences of a model with adapters: from the model with sums, and from the model without
+    adapters.
     """
     from hybrid_engine.models import table_for
     from tests.hybrid_engine.models.bridge_lora_ranks import fill
@@ -161,7 +179,10 @@ def merged(directory: Path) -> dict[str, tuple[float, float]]:
     for (layout, sizes), number in itertools.product(LAYOUTS.items(), range(2)):
         actor = actor_config(**sizes)
         # Expert tensor parallelism splits the columns of `linear_fc2`.
-        with parallel_state_of(actor), methods("linear_fc2" if layout == "tp2 etp2" else "") as applied:
+        with (
+            parallel_state_of(actor),
+            methods("linear_fc2" if layout == "tp2 etp2" else "") as applied,
+        ):
             from hybrid_engine.backends.megatron.live_model import LiveModel
             from hybrid_engine.trainer.megatron.build import build_model
 
@@ -171,15 +192,23 @@ def merged(directory: Path) -> dict[str, tuple[float, float]]:
             fill(chunks, 0.2)
             weights = LiveModel(chunks, None, table).weights
             with_adapters = log_probs_of(chunks[0])
-            layers = [module for module in chunks[0].modules() if hasattr(module, "disable_adapter_layers")]
+            layers = [
+                module
+                for module in chunks[0].modules()
+                if hasattr(module, "disable_adapter_layers")
+            ]
             weights.prepare()
             set_enabled(layers, False)
             base = log_probs_of(chunks[0])
             with torch.no_grad():
-                for (_, stored), (_, shown) in zip(weights.model.named_weights(), weights.shown_weights(), strict=True):
+                for (_, stored), (_, shown) in zip(
+                    weights.model.named_weights(), weights.shown_weights(), strict=True
+                ):
                     stored.copy_(shown)
             with_sums = log_probs_of(chunks[0])
-            differences = [float((with_adapters - other).abs().max()) for other in (with_sums, base)]
+            differences = [
+                float((with_adapters - other).abs().max()) for other in (with_sums, base)
+            ]
             gaps[f"{layout}, {type(method).__name__}"] = (differences[0], differences[1])
     return gaps
 

@@ -28,15 +28,14 @@ class SumComparison:
     """Comparison on one rank.
 
     Attributes:
-        num_equal: canonical tensors of which this rank holds parts that are bitwise the exported ones.
-        different: the others, with the largest difference.
-        num_sums: weights of this rank that Megatron-Bridge's LoRAMerge merges to the same bits.
-        different_sums: names of those that it merges otherwise.
-        changed: modules of the canonical tensors that adapters change.
+        num_equal: canonical tensors of which this rank holds parts that are bitwise the exported
+        ones. different: the others, with the largest difference. num_sums: weights of this rank
+        that Megatron-Bridge's LoRAMerge merges to the same bits. different_sums: names of those
+        that it merges otherwise. changed: modules of the canonical tensors that adapters change.
         origins: number of the model's tensors behind the canonical tensors that adapters change.
-        refusals: violations of adapters that cannot be merged, as (key, problem).
-        is_changed: whether a disabled adapter, and another matrix with the same values, are noticed.
-        not_reset: matrices B that are not zero once a checkpoint is loaded.
+        refusals: violations of adapters that cannot be merged, as (key, problem). is_changed:
+        whether a disabled adapter, and another matrix with the same values, are noticed. not_reset:
+        matrices B that are not zero once a checkpoint is loaded.
     """
 
     num_equal: int = 0
@@ -104,13 +103,17 @@ def compare(directory: Path, sizes: Values, method: str, settings: Values) -> Su
             result.num_sums += 1
         else:
             result.different_sums.append(name)
-    unmerged = bridge.export_hf_weights(chunks, cpu=True, show_progress=False, merge_adapter_weights=False)
+    unmerged = bridge.export_hf_weights(
+        chunks, cpu=True, show_progress=False, merge_adapter_weights=False
+    )
     base = {name.replace(".base_layer", ""): values for name, values in unmerged}
     changed = [name for name in held if not torch.equal(base[name], exported[name])]
     result.changed = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in changed})
     result.origins = sorted({len(adaptor.origins()[name]) for name in changed})
     assert not adaptor.model.adapters_changed()
-    changed_layer = next(module for module in chunks[0].modules() if hasattr(module, "disable_adapter_layers"))
+    changed_layer = next(
+        module for module in chunks[0].modules() if hasattr(module, "disable_adapter_layers")
+    )
     changed_layer.disable_adapter_layers()
     result.is_changed.append(adaptor.model.adapters_changed())
     changed_layer.enable_adapter_layers()
@@ -126,15 +129,19 @@ def compare(directory: Path, sizes: Values, method: str, settings: Values) -> Su
 @contextmanager
 def replaced_matrix(layer: Any) -> Iterator[None]:
     """Give the first adapter of a layer another A with the same values, for the block."""
-    linear = next(module for name, module in layer.adapter.named_modules() if name.endswith("linear_in"))
+    linear = next(
+        module for name, module in layer.adapter.named_modules() if name.endswith("linear_in")
+    )
     before = linear.weight
     linear.weight = torch.nn.Parameter(before.detach().clone())
     yield
     linear.weight = before
 
 
-def merged_weights(chunks: list[torch.nn.Module], stored: TensorDict) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in `stored`, sum by LoRAMerge) of the weights with one adapter each. Collective."""
+def merged_weights(
+    chunks: list[torch.nn.Module], stored: TensorDict
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in `stored`, sum by LoRAMerge) of weights with one adapter each. Collective."""
     from megatron.bridge.peft.lora_layers import LoRALinear
     from megatron.bridge.peft.lora_merge import LoRAMerge
 
@@ -146,10 +153,15 @@ def merged_weights(chunks: list[torch.nn.Module], stored: TensorDict) -> Iterato
             adapter = module.adapter
             matrices = [adapter.linear_out.weight, adapter.linear_in.weight]
             group = adapter.expert_tp_group if matrices[0].dim() == 3 else adapter.tp_group
-            weights = [tensor for tensor in module.to_wrap.parameters(recurse=False) if tensor.dim() == 2]
+            weights = [
+                tensor for tensor in module.to_wrap.parameters(recurse=False) if tensor.dim() == 2
+            ]
             for number, weight in enumerate(weights):
                 b, a = (matrix[number] if matrix.dim() == 3 else matrix for matrix in matrices)
-                yield names[weight], LoRAMerge().merge(weight, b, a, adapter.alpha, adapter.dim, tp_group=group)
+                yield (
+                    names[weight],
+                    LoRAMerge().merge(weight, b, a, adapter.alpha, adapter.dim, tp_group=group),
+                )
 
 
 def fill(chunks: list[torch.nn.Module], std: float) -> None:

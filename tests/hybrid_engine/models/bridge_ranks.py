@@ -66,21 +66,27 @@ def compare(directory: Path, sizes: Values) -> Comparison:
         f"{number}.{name}": tensor
         for number, chunk in enumerate(chunks)
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
-        if isinstance(tensor, torch.nn.Parameter) or (name.endswith(EXPERT_BIAS) and tensor is not None)
+        if isinstance(tensor, torch.nn.Parameter)
+        or (name.endswith(EXPERT_BIAS) and tensor is not None)
     }
     result = Comparison()
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.zero_()
         for shard in adaptor.layout().shards:
-            part = checkpoint[shard.region.tensor].reshape(adaptor.layout().tensors[shard.region.tensor])
+            part = checkpoint[shard.region.tensor].reshape(
+                adaptor.layout().tensors[shard.region.tensor]
+            )
             view_of(adaptor.buffers(), shard).copy_(part[region_slices(shard)])
         by_records = {name: tensor.clone() for name, tensor in tensors.items()}
         for name, values in bridge.export_hf_weights(chunks, cpu=True, show_progress=False):
             result.exported.append(name)
             num_rows = len(checkpoint[name])
             # Megatron-Bridge exports the rows that pad the vocabulary.
-            if not torch.equal(values[:num_rows].float(), checkpoint[name]) or values[num_rows:].any():
+            if (
+                not torch.equal(values[:num_rows].float(), checkpoint[name])
+                or values[num_rows:].any()
+            ):
                 result.exported_differently.append(name)
         for tensor in tensors.values():
             tensor.zero_()
@@ -98,7 +104,8 @@ def built(bridge: Any, sizes: Values) -> list[torch.nn.Module]:
     values = {
         **sizes,
         "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1,
-        # Without tensor parallelism Megatron-Bridge imports no padded vocabulary: 130 tokens need none then.
+        # Without tensor parallelism Megatron-Bridge imports no padded vocabulary: 130 tokens need
+        # none then.
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 2,
         "pipeline_dtype": torch.float32,

@@ -33,7 +33,9 @@ BLOCKS = Blocks(4, 8)
         ((4, 0), (6, 10), ((1, 0), (2, 2))),
     ],
 )
-def test_scales_of_a_region_are_those_of_its_elements(offsets: Any, lengths: Any, touched: Any) -> None:
+def test_scales_of_a_region_are_those_of_its_elements(
+    offsets: Any, lengths: Any, touched: Any
+) -> None:
     region = Region("w.weight", offsets, lengths)
     scales = fp8(4, 8).scales_of(region)
     assert (scales.offsets, scales.lengths) == touched
@@ -72,7 +74,11 @@ def test_served_tensors_have_scales_beside_quantised_weights() -> None:
     names = list(served.shapes)
     assert names.index(f"{name}_scale_inv") == names.index(name) + 1
     packed = BlockQuantization({name: name}, NVFP4).served(table)
-    new = {f"{name}_packed": "uint8", f"{name}_scale": "float8_e4m3fn", f"{name}_global_scale": "float32"}
+    new = {
+        f"{name}_packed": "uint8",
+        f"{name}_scale": "float8_e4m3fn",
+        f"{name}_global_scale": "float32",
+    }
     assert packed.dtypes == new
     assert packed.shapes.keys() ^ table.shapes.keys() == {name, *new}
     assert packed.shapes[f"{name}_packed"] == (rows, columns // 2)
@@ -81,7 +87,9 @@ def test_served_tensors_have_scales_beside_quantised_weights() -> None:
 def test_tensors_without_rows_of_whole_blocks_are_named() -> None:
     shapes = {"a.weight": (8, 8), "experts.gate_up_proj": (2, 8, 8), "b.weight": (3, 48)}
     require_matrices(["a.weight", "b.weight"], shapes, fp8(128, 128))
-    violated = has_violation("generate_config.quantization", "not-a-matrix", "experts.gate_up_proj", "(2, 8, 8)")
+    violated = has_violation(
+        "generate_config.quantization", "not-a-matrix", "experts.gate_up_proj", "(2, 8, 8)"
+    )
     with pytest.raises(ConfigError, check=violated):
         require_matrices(shapes, shapes, fp8(128, 128))
     violated = has_violation("generate_config.quantization", "not-a-matrix", "b.weight", "48", "32")

@@ -20,7 +20,15 @@ pytestmark = [
 ]
 
 LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-CANONICAL = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate", "linear_fc2"]
+CANONICAL = [
+    "linear_q",
+    "linear_k",
+    "linear_v",
+    "linear_proj",
+    "linear_fc1_up",
+    "linear_fc1_gate",
+    "linear_fc2",
+]
 PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
@@ -77,7 +85,12 @@ PARTIAL = "its adapter applies B to a part of A x: ranks sum the layer's outputs
 REFUSED = {
     "DoRA": (BridgeCase("Qwen3", "tp2", 0, "DoRA"), 16, "a switch does not merge its DoRALinear"),
     "shared outer": (
-        BridgeCase("Qwen3-MoE", "ep2", 0, settings={"target_modules": LAYERS, "experts_shared_outer_loras": True}),
+        BridgeCase(
+            "Qwen3-MoE",
+            "ep2",
+            0,
+            settings={"target_modules": LAYERS, "experts_shared_outer_loras": True},
+        ),
         8,
         "its adapter is a SharedOuterGroupedExpertAdapter",
     ),
@@ -85,12 +98,21 @@ REFUSED = {
     "columns of each expert": (BridgeCase("Qwen3-MoE", "tp2 etp2", 0, settings=EACH), 4, PARTIAL),
     "router, by sequence": (
         BridgeCase(
-            "Qwen3-MoE", "tp2 etp1", 0, settings={"target_modules": ["router"]}, changes={"sequence_parallel": True}
+            "Qwen3-MoE",
+            "tp2 etp1",
+            0,
+            settings={"target_modules": ["router"]},
+            changes={"sequence_parallel": True},
         ),
         4,
-        "its adapter mixes tokens: the ranks that share A x have different ones (sequence_parallel)",
+        "its adapter mixes tokens: the ranks that share A x have different ones "
+        "(sequence_parallel)",
     ),
-    "columns of modules of experts": (BridgeCase("Qwen3-MoE", "tp2 etp2", 0, changes=SEQUENTIAL), 16, PARTIAL),
+    "columns of modules of experts": (
+        BridgeCase("Qwen3-MoE", "tp2 etp2", 0, changes=SEQUENTIAL),
+        16,
+        PARTIAL,
+    ),
 }
 
 
@@ -102,12 +124,19 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Valu
         write_numbers(path / name, MODELS[name])
     cases = {**CASES, **ONLY_MERGED, **{name: case for name, (case, _, _) in REFUSED.items()}}
     jobs = {
-        name: (str(path / case.model), {**sizes_of(case.layout), **case.changes}, case.method, case.settings)
+        name: (
+            str(path / case.model),
+            {**sizes_of(case.layout), **case.changes},
+            case.method,
+            case.settings,
+        )
         for name, case in cases.items()
     }
     job, out = path / "cases.json", path / "out.json"
     job.write_text(json.dumps(jobs))
-    ended = run_ranks(["-m", "tests.hybrid_engine.models.bridge_lora_ranks", str(job), str(out)], 2, 500)
+    ended = run_ranks(
+        ["-m", "tests.hybrid_engine.models.bridge_lora_ranks", str(job), str(out)], 2, 500
+    )
     assert ended.status == 0, ended.output
     return json.loads(out.read_text())
 
@@ -137,13 +166,17 @@ def test_other_adapters_are_refused_by_name(comparisons: Values, name: str) -> N
     _, num_refusals, problem = REFUSED[name]
     for compared in comparisons[name]:
         assert [problem] * num_refusals == [refusal for _, refusal in compared["refusals"]]
-        assert all(key.startswith("model_chunks[0]: decoder.layers.") for key, _ in compared["refusals"])
+        assert all(
+            key.startswith("model_chunks[0]: decoder.layers.") for key, _ in compared["refusals"]
+        )
 
 
 @pytest.mark.timeout(600)
 def test_adapters_of_an_attached_model_reach_vllm(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    ended = run_ranks(["-m", "tests.hybrid_engine.models.attached_bridge_lora", "trained", str(out)], 2, 500)
+    ended = run_ranks(
+        ["-m", "tests.hybrid_engine.models.attached_bridge_lora", "trained", str(out)], 2, 500
+    )
     assert ended.status == 0, ended.output
     for adapted in json.loads(out.read_text()):
         assert adapted["losses"] == sorted(adapted["losses"], reverse=True)

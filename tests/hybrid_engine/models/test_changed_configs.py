@@ -38,7 +38,11 @@ from hybrid_engine.assembly import inference_settings
 from hybrid_engine.backends.vllm import arguments, internals, isolation
 from hybrid_engine.backends.vllm.cpu.cpu_worker import _on_rows
 from hybrid_engine.backends.vllm.live_layers import live_attention, require_positions
-from hybrid_engine.backends.vllm.positions import _at_position, _forget_layers, _rotary_embeddings_kept
+from hybrid_engine.backends.vllm.positions import (
+    _at_position,
+    _forget_layers,
+    _rotary_embeddings_kept,
+)
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
 from hybrid_engine.backends.vllm.weights.traced_model import trace_without_memory
 from hybrid_engine.compute_check.attention import LENGTH, Attention, attention_differences, grouped
@@ -106,7 +110,9 @@ class Trial:
         try:
             yield
         except Exception as error:
-            kind = f"refused by {side}" if isinstance(error, HybridEngineError) else f"fails in {side}"
+            kind = (
+                f"refused by {side}" if isinstance(error, HybridEngineError) else f"fails in {side}"
+            )
             self.refusal = Verdict(self.change, kind, f"{type(error).__name__}: {error}")
 
     def verdict(self, unchanged: torch.Tensor) -> Verdict:
@@ -122,7 +128,10 @@ class Trial:
         answers = [ProbeAnswer(side[None, : LENGTH - 1], side.dtype) for side in sides.values()]
         probe = Gap(_tokens()[None, :LENGTH], *answers)
         seen = "not seen" if probe.is_rounding else "seen"
-        text = f"{gap.max():.3g} nats, from token {first} on, {seen} by the probe; changed: {', '.join(changed)}"
+        text = (
+            f"{gap.max():.3g} nats, from token {first} on, {seen} by the probe; "
+            f"changed: {', '.join(changed)}"
+        )
         return Verdict(self.change, ONE_SIDE, text)
 
 
@@ -148,9 +157,15 @@ def gap_of_engines(root: str, family: str, change: Change) -> float | str:
     trial = Trial(change)
     directory = Path(root)
     _train(trial, family, directory)
-    save_file({name: tensor.contiguous() for name, tensor in trial.weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in trial.weights.items()},
+        directory / "model.safetensors",
+    )
     try:
-        with ActorHybridWorker(_job_config(directory, random_weights=False)) as worker, worker.rollout_context():
+        with (
+            ActorHybridWorker(_job_config(directory, random_weights=False)) as worker,
+            worker.rollout_context(),
+        ):
             (served,) = worker.inference.prompt_logprobs([_tokens().tolist()])
     except HybridEngineError as error:
         return str(error)
@@ -160,7 +175,12 @@ def gap_of_engines(root: str, family: str, change: Change) -> float | str:
 def _job_config(directory: Path, *, random_weights: bool) -> HybridConfig:
     values = {
         **{"model": str(directory), "random_weights": random_weights},
-        "actor_config": {"params_dtype": "float32", "seq_length": NUM_TOKENS, "micro_batch_size": 1, "fsdp": {}},
+        "actor_config": {
+            "params_dtype": "float32",
+            "seq_length": NUM_TOKENS,
+            "micro_batch_size": 1,
+            "fsdp": {},
+        },
         # vLLM adds a token to scored prompts.
         "generate_config": {"max_model_len": NUM_TOKENS + 1, "max_num_seqs": 8, "kv_cache_mb": 16},
     }
@@ -206,24 +226,37 @@ def _serve(trial: Trial, job: Job) -> None:
         for context in (torch_defaults(), process_settings_kept(), _rotary_embeddings_kept()):
             undo.enter_context(context)
         device_type = arguments.check_settings(settings, job)
-        config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
+        config = arguments.engine_config(
+            settings, 0, device_type, load_format="dummy", enforce_eager=True
+        )
         undo.callback(gc.collect)
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_at_position(job, settings, config))
         undo.enter_context(internals.ROTATE.replaced(_on_rows))
         reads = arguments.reads_of(config)
-        with reads.checked(), internals.DEFAULT_DTYPE(config.model_config.dtype), torch.device("cpu"):
+        with (
+            reads.checked(),
+            internals.DEFAULT_DTYPE(config.model_config.dtype),
+            torch.device("cpu"),
+        ):
             model = internals.INITIALIZE_MODEL(vllm_config=config, model_config=config.model_config)
         undo.callback(_forget_layers, model)
         reads.require_known(model)
         require_positions(model, config.model_config.max_model_len)
         reads.stop()
         layers = config.compilation_config.static_forward_context
-        layout = trace_without_memory(model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0)
+        layout = trace_without_memory(
+            model, table.shapes, dict.fromkeys(table.shapes, torch.float32), 0
+        )
         # The checks of the planner and of compute_check.
         unread = trial.weights.keys() - {shard.region.tensor for shard in layout.shards}
         if unread:
-            raise PlanError([f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)])
+            raise PlanError(
+                [
+                    f"{name}: a training parameter that no inference rank reads"
+                    for name in sorted(unread)
+                ]
+            )
         sides = (grouped(trial.attention), grouped(live_attention(model, layers)))
         unreached, _ = attention_differences(*sides, NUM_TOKENS, LENGTH)
         if unreached:
@@ -232,7 +265,9 @@ def _serve(trial: Trial, job: Job) -> None:
         support.process(model, config)
         for layer in layers.values():
             if hasattr(layer, "impl"):
-                layer.forward = partial(_latent_attention if hasattr(layer, "kv_b_proj") else _attention, layer)
+                layer.forward = partial(
+                    _latent_attention if hasattr(layer, "kv_b_proj") else _attention, layer
+                )
         undo.enter_context(set_forward_context(None, config, num_tokens=NUM_TOKENS))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             hidden = model(_tokens(), torch.arange(NUM_TOKENS), None)
@@ -244,7 +279,9 @@ def _attention(layer: Any, *tensors: torch.Tensor, **_: Any) -> torch.Tensor:
     impl = layer.impl
     sizes = (layer.head_size, layer.head_size, layer.head_size_v)
     assert (layer.attn_type, impl.alibi_slopes, impl.sinks) == ("decoder", None, None)
-    query, key, value = (tensor.unflatten(1, (-1, size)) for tensor, size in zip(tensors, sizes, strict=True))
+    query, key, value = (
+        tensor.unflatten(1, (-1, size)) for tensor, size in zip(tensors, sizes, strict=True)
+    )
     return _attend(query, key, value, impl.scale, impl.sliding_window, impl.logits_soft_cap)
 
 
@@ -259,7 +296,12 @@ def _latent_attention(
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Causal attention of [tokens, heads, size] with shared keys; [tokens, heads * size]."""
     num_sharing = query.shape[1] // key.shape[1]
@@ -269,7 +311,9 @@ def _attend(
     if cap:
         scores = cap * torch.tanh(scores / cap)
     distance = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
-    is_visible = (distance >= 0) & (distance < (window if window is not None and window > 0 else NUM_TOKENS))
+    is_visible = (distance >= 0) & (
+        distance < (window if window is not None and window > 0 else NUM_TOKENS)
+    )
     shares = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
     # Kernels do not read invisible values, and 0 * NaN is NaN.
     return torch.einsum("hqk,khd->qhd", shares, value.nan_to_num()).flatten(1)
@@ -294,15 +338,22 @@ def test_no_change_is_computed_differently(
     engines: Ranks, tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ((unchanged, *verdicts),) = engines.launch(sweep, 1, str(tmp_path), family, timeout=1500)
-    silent = [f"{verdict.change}: {verdict.text}" for verdict in verdicts if verdict.kind == ONE_SIDE]
+    silent = [
+        f"{verdict.change}: {verdict.text}" for verdict in verdicts if verdict.kind == ONE_SIDE
+    ]
     with capsys.disabled():
-        print(f"\n{family}: {len(verdicts)} changes, {dict(Counter(verdict.kind for verdict in verdicts))}")
+        print(
+            f"\n{family}: {len(verdicts)} changes, "
+            f"{dict(Counter(verdict.kind for verdict in verdicts))}"
+        )
         print("\n    ".join([f"silent differences: {len(silent)}", *silent]))
     assert unchanged.kind == SAME
     assert len(verdicts) >= 100
     assert silent == []
     accepted = [verdict for verdict in verdicts if verdict.kind in (SAME, BOTH)]
     for number, verdict in enumerate(random.Random(family).sample(accepted, NUM_WITH_ENGINES)):
-        (gap,) = engines.launch(gap_of_engines, 1, str(tmp_path / f"engines {number}"), family, verdict.change)
+        (gap,) = engines.launch(
+            gap_of_engines, 1, str(tmp_path / f"engines {number}"), family, verdict.change
+        )
         assert isinstance(gap, float), f"{verdict}, by real engines {gap}"
         assert gap <= TOLERANCE, verdict

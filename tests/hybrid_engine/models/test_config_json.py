@@ -15,33 +15,52 @@ from tests.harness.values import Values
 from tests.zoo import published_configs as published
 from tests.zoo.families import FAMILIES, served_config, tiny_config, write_config
 
-YARN = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}
+YARN = {
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 # Spellings that the configs of the zoo do not have.
 SPELLINGS: dict[str, Values] = {
     "null for nothing": published.LLAMA_2_7B | {"rope_scaling": None, "pad_token_id": -1},
-    "qwen2.5, windows": published.QWEN2_5_0_5B | {"use_sliding_window": True, "max_window_layers": 28},
-    "qwen3, dynamic": published.QWEN3_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 1000.0}},
+    "qwen2.5, windows": published.QWEN2_5_0_5B
+    | {"use_sliding_window": True, "max_window_layers": 28},
+    "qwen3, dynamic": published.QWEN3_8B
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 1000.0}},
     "qwen3-moe, more keys": published.QWEN3_30B_A3B | {"num_local_experts": 128, "x": {}},
     "qwen1.5-moe": published.QWEN_1_5_MOE,
     "mixtral, no head_dim": published.MIXTRAL_8X7B | {"head_dim": None, "sliding_window": 4096},
     "deepseek-v2": published.DEEPSEEK_V2,
     "deepseek-v3, YaRN and fp8": published.DEEPSEEK_V3
-    | {"rope_scaling": YARN, "quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "file.Class"}},
-    "gemma-3, without defaults": {
-        key: value for key, value in published.GEMMA_3_1B.items() if key not in ("vocab_size", "num_attention_heads")
+    | {
+        "rope_scaling": YARN,
+        "quantization_config": {"quant_method": "fp8"},
+        "auto_map": {"AutoConfig": "file.Class"},
     },
-    "gpt-2, as on the Hub": published.GPT2 | {"n_inner": None, "task_specific_params": {"text-generation": {}}},
+    "gemma-3, without defaults": {
+        key: value
+        for key, value in published.GEMMA_3_1B.items()
+        if key not in ("vocab_size", "num_attention_heads")
+    },
+    "gpt-2, as on the Hub": published.GPT2
+    | {"n_inner": None, "task_specific_params": {"text-generation": {}}},
 }
 
 
 @pytest.mark.parametrize("name", [*published.PUBLISHED, *SPELLINGS])
 def test_published_configs_are_accepted(name: str) -> None:
     config = (published.PUBLISHED | SPELLINGS)[name]
-    assert table_for(json.loads(json.dumps(config))).dims.vocab_size == config.get("vocab_size", 262208)
+    assert table_for(json.loads(json.dumps(config))).dims.vocab_size == config.get(
+        "vocab_size", 262208
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_transformers_has_the_table_of_the_published_one(family: str, tmp_path: Path) -> None:
+def test_a_file_of_transformers_has_the_table_of_the_published_one(
+    family: str, tmp_path: Path
+) -> None:
     import transformers
 
     whole = dict(FAMILIES[family].published)
@@ -54,8 +73,10 @@ LLAMA3 = published.LLAMA_3_8B["rope_scaling"]
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 # (family, changes of config.json, key named by the error)
 WRONG: list[tuple[str, Values, str]] = [
-    *(("llama", {"hidden_size": value}, "hidden_size") for value in ("4", None, [], 0, -1, 1.5, True)),
-    *(("llama", {key: 2**80}, key) for key in ("vocab_size", "intermediate_size", "rope_theta", "num_hidden_layers")),
+    *(("llama", {"hidden_size": value}, "hidden_size")
+      for value in ("4", None, [], 0, -1, 1.5, True)),
+    *(("llama", {key: 2**80}, key)
+      for key in ("vocab_size", "intermediate_size", "rope_theta", "num_hidden_layers")),
     *(("llama", {"num_key_value_heads": heads}, "num_key_value_heads") for heads in (3, 64)),
     ("llama", {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "model"),
     ("llama", {"head_dim": 7}, "head_dim"),
@@ -80,7 +101,8 @@ WRONG: list[tuple[str, Values, str]] = [
     ("gemma2", {"hidden_activation": []}, "hidden_activation"),
     ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor"),
     *(("gpt2", {"n_head": heads}, "n_head") for heads in (0, 5)),
     ("gpt2", {"n_inner": []}, "n_inner"),
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
@@ -97,7 +119,8 @@ WRONG: list[tuple[str, Values, str]] = [
     ("deepseek_v3", {"topk_method": "greedy", "scoring_func": "sigmoid"}, "topk_method"),
     ("deepseek_v3", {"topk_method": "noaux_tc", "scoring_func": "softmax"}, "scoring_func"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-    *((family, {"hidden_act": "gelu"}, "hidden_act") for family in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *((family, {"hidden_act": "gelu"}, "hidden_act")
+      for family in ("mixtral", "qwen3_moe", "deepseek_v3")),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
     *(("deepseek_v2", {key: 2}, key) for key in ("n_group", "topk_group")),
@@ -106,7 +129,8 @@ WRONG: list[tuple[str, Values, str]] = [
     ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    *(("llama", {"architectures": value}, "architectures") for value in ("Llama", 5, {"a": 1}, [[]], [None])),
+    *(("llama", {"architectures": value}, "architectures")
+      for value in ("Llama", 5, {"a": 1}, [[]], [None])),
 ]  # fmt: skip
 
 
@@ -145,7 +169,12 @@ def test_every_missing_required_key_is_named(architecture: str) -> None:
 
 
 def test_all_errors_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
-    changes = {"hidden_size": "4", "vocab_size": 0, "rope_scaling": {"factor": 0, "rope_type": 5}, "hidden_act": 1}
+    changes = {
+        "hidden_size": "4",
+        "vocab_size": 0,
+        "rope_scaling": {"factor": 0, "rope_type": 5},
+        "hidden_act": 1,
+    }
     write_config(tmp_path, tiny_config("llama", **changes))
     with pytest.raises(ConfigError) as caught:
         read_model(tmp_path)
@@ -163,5 +192,11 @@ def test_null_is_the_default_where_no_model_has_none() -> None:
 
 
 def test_keys_that_no_table_reads_are_ignored() -> None:
-    odd = {"num_labels": -1, "id2label": [[[]]], "hidden_activation": [], "layer_types": 5, "n_head": "x"}
+    odd = {
+        "num_labels": -1,
+        "id2label": [[[]]],
+        "hidden_activation": [],
+        "layer_types": 5,
+        "n_head": "x",
+    }
     assert table_for(served_config("llama") | odd) == table_for(served_config("llama"))

@@ -62,7 +62,9 @@ def test_a_derived_table_equals_the_written_table_in_every_size(family: str) -> 
     config = tiny_config(family)
     written = table_for(config)
     derived = derived_table(config, written.architecture)
-    assert derived.shapes == {name: shape for name, shape in written.shapes.items() if written.is_served(name)}
+    assert derived.shapes == {
+        name: shape for name, shape in written.shapes.items() if written.is_served(name)
+    }
     # transformers' classes have no layers for multi-token prediction.
     assert derived.dtypes == written.dtypes
     assert derived.dims == replace(written.dims, num_mtp_layers=0)
@@ -113,7 +115,9 @@ def test_experts_in_one_tensor_are_boxes_of_a_finer_shape() -> None:
     experts = "model.layers.3.mlp.experts."
     finer = {experts + "gate_up_proj": (8, 128, 128, 2), experts + "gate_up_proj_bias": (8, 128, 2)}
     refined = {name for name, shape in table.refined_shapes.items() if table.shapes[name] != shape}
-    assert refined == {name.replace("layers.3", f"layers.{layer}") for layer in range(4) for name in finer}
+    assert refined == {
+        name.replace("layers.3", f"layers.{layer}") for layer in range(4) for name in finer
+    }
     assert {name: table.refined_shapes[name] for name in finer} == finer
 
 
@@ -143,7 +147,11 @@ def test_a_model_without_a_class_is_refused(config: Values, words: tuple[str, ..
 
 def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path) -> None:
     actor = {"seq_length": 32, "micro_batch_size": 1, "params_dtype": "float32"}
-    values = {"model": str(tmp_path), "random_weights": True, "generate_config": {"max_model_len": 64}}
+    values = {
+        "model": str(tmp_path),
+        "random_weights": True,
+        "generate_config": {"max_model_len": 64},
+    }
     (tmp_path / "config.json").write_text(json.dumps(small_config("AfmoeForCausalLM")))
     with violated(ConfigError, ("model", "unknown-architecture")) as refusal:
         load_config({**values, "actor_config": actor}, 1)
@@ -161,7 +169,11 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
 def test_vision_towers_have_the_names_of_published_checkpoints(layers: int | list[int]) -> None:
     """vLLM builds no layer of a tower behind those whose features the model uses."""
     architecture = "LlavaForConditionalGeneration"
-    config = {"architectures": [architecture], **SMALL_VISION[architecture], "vision_feature_layer": layers}
+    config = {
+        "architectures": [architecture],
+        **SMALL_VISION[architecture],
+        "vision_feature_layer": layers,
+    }
     table = table_for(config)
     tower = [name for name in table.shapes if name.startswith("vision_tower.")]
     assert all(name.startswith("vision_tower.vision_model.") for name in tower)

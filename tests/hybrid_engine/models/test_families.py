@@ -29,7 +29,13 @@ BIASED = {"attention_bias": True}
 # Changes of each family's tiny model, besides the unchanged model.
 VARIANTS: dict[str, list[Values]] = {
     "llama": [
-        *(TIED, BIASED, {"mlp_bias": True}, {"head_dim": None}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+        *(
+            TIED,
+            BIASED,
+            {"mlp_bias": True},
+            {"head_dim": None},
+            {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        ),
         {**BIASED, "mlp_bias": True, "num_key_value_heads": 4},
         {"num_key_value_heads": 1, "num_hidden_layers": 11},
     ],
@@ -52,7 +58,9 @@ MODELS = [(family, changes) for family in FAMILIES for changes in ({}, *VARIANTS
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
-def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: Values, tmp_path: Path) -> None:
+def test_tables_equal_the_checkpoints_of_transformers(
+    family: str, changes: Values, tmp_path: Path
+) -> None:
     config = read_config(save_model(tmp_path, family, **changes))
     table = table_for(config)
     dims = table_for(config).dims
@@ -67,7 +75,10 @@ def test_tables_equal_the_checkpoints_of_transformers(family: str, changes: Valu
     layers = range(dims.num_layers + dims.num_mtp_layers)
     experts = range(max(1, dims.num_experts))
     covered = {
-        pattern.format(layer=layer, expert=expert) for pattern in packed for layer in layers for expert in experts
+        pattern.format(layer=layer, expert=expert)
+        for pattern in packed
+        for layer in layers
+        for expert in experts
     }
     assert table.shapes.keys() <= covered
     names = [name for rule in table.rules for name in rule.names]
@@ -103,9 +114,18 @@ SETTINGS: dict[str, tuple[str, Values, Values]] = {
     ),
     "gemma3": (
         "Gemma3ForCausalLM",
-        {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR, "sliding_window_pattern": 2},
         {
-            **{"rotary_base": 2e6, "window_rotary_base": 2e4, "rotary_scaling": RotaryScaling("linear", 8.0)},
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": LINEAR,
+            "sliding_window_pattern": 2,
+        },
+        {
+            **{
+                "rotary_base": 2e6,
+                "window_rotary_base": 2e4,
+                "rotary_scaling": RotaryScaling("linear", 8.0),
+            },
             "windows": (4096, None),
         },
     ),
@@ -128,8 +148,16 @@ def test_windows_that_are_off_are_ignored() -> None:
 
 
 def test_expert_models_have_the_windows_of_transformers() -> None:
-    switched_on = {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 4, "max_window_layers": 3}
-    windows = [table_for(tiny_config(family, **switched_on)).extras.windows for family in ("qwen2_moe", "qwen3_moe")]
+    switched_on = {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "num_hidden_layers": 4,
+        "max_window_layers": 3,
+    }
+    windows = [
+        table_for(tiny_config(family, **switched_on)).extras.windows
+        for family in ("qwen2_moe", "qwen3_moe")
+    ]
     # Qwen2-MoE: every second layer below max_window_layers. Qwen3-MoE: every layer.
     assert windows == [(4, None, 4, None), (4, 4, 4, 4)]
 
@@ -137,12 +165,20 @@ def test_expert_models_have_the_windows_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "feature"),
     [
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling of type 'yarn'"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rotary scaling of type 'yarn'",
+        ),
         ("llama", {"rope_scaling": {"type": "lama3"}}, "rotary scaling of type 'lama3'"),
         ("qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
         ("llama", {"hidden_act": "silux"}, "activation 'silux'"),
         ("llama", {"attention_bias": True}, "biases in only one of attention and MLP"),
-        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "'yarn'"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}},
+            "'yarn'",
+        ),
         ("gpt2", {"activation_function": "tanh"}, "activation 'tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -178,7 +214,14 @@ PUBLISHED = {
 
 
 def billions(table: ModelTable, served: bool = True) -> float:
-    return sum(math.prod(shape) for name, shape in table.shapes.items() if table.is_served(name) == served) / 1e9
+    return (
+        sum(
+            math.prod(shape)
+            for name, shape in table.shapes.items()
+            if table.is_served(name) == served
+        )
+        / 1e9
+    )
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -191,20 +234,33 @@ def test_models_have_their_published_sizes(model: str) -> None:
 def test_mtp_layers_of_deepseek_v3() -> None:
     table = table_for(published_configs.DEEPSEEK_V3)
     # transformers' class has one layer by default.
-    without = {key: value for key, value in published_configs.DEEPSEEK_V3.items() if "nextn" not in key}
+    without = {
+        key: value for key, value in published_configs.DEEPSEEK_V3.items() if "nextn" not in key
+    }
     assert table_for(without).dims.num_mtp_layers == 0
     for is_tied, head in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
         layer = "model.layers.61."
-        expected = {layer + "embed_tokens.weight": "model.embed_tokens.weight", layer + "shared_head.head.weight": head}
-        assert table_for({**published_configs.DEEPSEEK_V3, "tie_word_embeddings": is_tied}).copies == expected
+        expected = {
+            layer + "embed_tokens.weight": "model.embed_tokens.weight",
+            layer + "shared_head.head.weight": head,
+        }
+        assert (
+            table_for({**published_configs.DEEPSEEK_V3, "tie_word_embeddings": is_tied}).copies
+            == expected
+        )
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
     # 14 billion parameters with the embedding and head that the checkpoint repeats.
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
     assert not table.is_served("model.layers.61.eh_proj.weight")
     assert table.is_served("model.layers.6.mlp.gate.weight")
-    biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": "float32" for layer in range(3, 62)}
+    biases = {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": "float32"
+        for layer in range(3, 62)
+    }
     assert table.dtypes == biases
-    match = table.match("mtp.layers.61.transformer_layer.mlp.experts.local_experts.255.linear_fc2.weight")
+    match = table.match(
+        "mtp.layers.61.transformer_layer.mlp.experts.local_experts.255.linear_fc2.weight"
+    )
     assert match.indices == {"layer": 61, "expert": 255}
     assert match == table.match("mtp.layers.61.transformer_layer.mlp.experts.linear_fc2.weight255")
 
@@ -255,7 +311,9 @@ def test_a_value_model_differs_only_in_its_head(family: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_of_a_value_model_is_only_on_the_last_stage(tied: bool) -> None:
     table = value_table(table_for(tiny_config("qwen3", tie_word_embeddings=tied)))
-    side = training_side(table, TrainParallelism(4, tensor=2, pipeline=2, make_vocab_size_divisible_by=8), "float32")
+    side = training_side(
+        table, TrainParallelism(4, tensor=2, pipeline=2, make_vocab_size_divisible_by=8), "float32"
+    )
     owners = side.owners
     assert [owner.ranks.tolist() for owner in owners[VALUE_HEAD]] == [[2, 3]]
     embedding_owners = owners["model.embed_tokens.weight"]
@@ -267,7 +325,9 @@ def test_the_walk_through_a_model_is_up_to_date() -> None:
     page = (REPO_ROOT / "CONTRIBUTING.md").read_text()
     described = re.findall(r"^        (\w+): ", ModelTable.__doc__ or "", re.MULTILINE)
     assert [field.name for field in fields(ModelTable)] == described
-    sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
+    sources = "".join(
+        path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py")
+    )
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert quoted
     assert all(code in sources for code in quoted)

@@ -24,7 +24,8 @@ from tests.hybrid_engine.models.small_configs import small_config
 from tests.zoo.families import TRAIN_KEYS, tiny_config, write_config
 
 INSTALL = (
-    "pip install --no-deps --ignore-requires-python --target DIR megatron-core==0.19.2 megatron-bridge==0.6.2 "
+    "pip install --no-deps --ignore-requires-python --target DIR "
+    "megatron-core==0.19.2 megatron-bridge==0.6.2 "
     "omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.2, and "
     f"PYTHONPATH=DIR:{REPO_ROOT}/tests/harness/typing_override"
 )
@@ -49,7 +50,9 @@ class Model:
     config: Values
     layouts: tuple[str, ...]
     # Multi-token prediction is in no class of transformers.
-    changes: Values = field(default_factory=lambda: {"num_nextn_predict_layers": 0, "num_key_value_heads": 4})
+    changes: Values = field(
+        default_factory=lambda: {"num_nextn_predict_layers": 0, "num_key_value_heads": 4}
+    )
 
 
 def four_layers(family: str) -> Values:

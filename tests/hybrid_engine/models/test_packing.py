@@ -34,13 +34,17 @@ def numbered(rows: int, columns: int, tag: int) -> np.ndarray:
     return np.arange(rows * columns).reshape(rows, columns) + tag * 10**6
 
 
-def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]) -> None:
+def assert_packs(
+    packing: Packing, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]
+) -> None:
     """Check every rank's parameter, assembled from its regions."""
     shapes = {name: values.shape for name, values in canonical.items()}
     for rank, expected in enumerate(locals_of_ranks):
         actual = np.full(expected.size, PADDING)
         place = Place(BUFFER, 0, contiguous_strides(expected.shape))
-        for shard in held_regions(packing, {}, shapes, expected.shape, place, rank, len(locals_of_ranks)):
+        for shard in held_regions(
+            packing, {}, shapes, expected.shape, place, rank, len(locals_of_ranks)
+        ):
             for index, position in elements_of(shard):
                 assert actual[position] == PADDING  # regions do not overlap
                 actual[position] = canonical[shard.region.tensor][index]
@@ -48,7 +52,11 @@ def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_r
 
 
 @given(
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.sampled_from([4, 8]), st.booleans()
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3),
+    st.sampled_from([4, 8]),
+    st.booleans(),
 )
 def test_qkv_is_packed_group_by_group(
     tp_size: int, num_kv_heads: int, queries: int, head_dim: int, on_disk: bool
@@ -66,23 +74,32 @@ def test_qkv_is_packed_group_by_group(
     if on_disk:  # one transposed tensor, like GPT-2's c_attn
         canonical = {"c": np.concatenate([query, key, value]).T}
         spans = [Span("c"), Span("c", len(query)), Span("c", len(query) + len(key))]
-    packing = InterleavedQKV(*spans, num_kv_heads, queries, head_dim, dim=int(on_disk), transposed=on_disk)
+    packing = InterleavedQKV(
+        *spans, num_kv_heads, queries, head_dim, dim=int(on_disk), transposed=on_disk
+    )
     assert_packs(packing, canonical, np.split(np.array(rows), tp_size))
 
 
 @given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.booleans())
-def test_gate_and_up_are_packed_in_sequence(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
+def test_gate_and_up_are_packed_in_sequence(
+    tp_size: int, rows_per_rank: int, on_disk: bool
+) -> None:
     ffn = tp_size * rows_per_rank
     gate = numbered(ffn, WIDTH, 1)
     up = numbered(ffn, WIDTH, 2)
-    ranks = [np.concatenate(pair) for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True)]
+    ranks = [
+        np.concatenate(pair)
+        for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True)
+    ]
     assert_packs(GateUp(Span("gate"), Span("up")), {"gate": gate, "up": up}, ranks)
     fused = GateUp(Span("both"), Span("both", ffn), over=Over.EXPERT_TENSOR)
     assert_packs(fused, {"both": np.concatenate([gate, up])}, ranks)
 
 
 @given(st.sampled_from([1, 2, 3]), st.integers(1, 4), st.integers(1, 3))
-def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_rank: int, block: int) -> None:
+def test_gate_and_up_are_packed_in_alternating_blocks(
+    tp_size: int, blocks_per_rank: int, block: int
+) -> None:
     ffn = tp_size * blocks_per_rank * block
     gate = numbered(ffn, WIDTH, 1)
     up = numbered(ffn, WIDTH, 2)
@@ -95,9 +112,12 @@ def test_gate_and_up_are_packed_in_alternating_blocks(tp_size: int, blocks_per_r
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
-def test_each_rank_has_a_share_of_every_section(tp_size: int, heads_per_rank: int, rows_a: int, rows_b: int) -> None:
+def test_each_rank_has_a_share_of_every_section(
+    tp_size: int, heads_per_rank: int, rows_a: int, rows_b: int
+) -> None:
     num_heads = tp_size * heads_per_rank
-    # One tensor has the rows of both sections in turn for every head, the other those of a third one.
+    # One tensor has the rows of both sections in turn for every head, the other those of a third
+    # one.
     mixed = numbered(num_heads * (rows_a + rows_b), WIDTH, 1)
     alone = numbered(num_heads, WIDTH, 2)
     by_head = mixed.reshape(num_heads, rows_a + rows_b, WIDTH)
@@ -108,7 +128,9 @@ def test_each_rank_has_a_share_of_every_section(tp_size: int, heads_per_rank: in
     )
     shares = np.split(by_head, tp_size)
     ranks = [
-        np.concatenate([share[:, :rows_a].reshape(-1, WIDTH), share[:, rows_a:].reshape(-1, WIDTH), rows])
+        np.concatenate(
+            [share[:, :rows_a].reshape(-1, WIDTH), share[:, rows_a:].reshape(-1, WIDTH), rows]
+        )
         for share, rows in zip(shares, np.split(alone, tp_size), strict=True)
     ]
     canonical = {"mixed": mixed, "alone": alone}
@@ -127,7 +149,9 @@ def test_the_vocabulary_is_padded_at_the_end(tp_size: int, vocab: int, multiple:
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 5), st.sampled_from([0, 1]), st.booleans())
-def test_tensors_are_split_or_replicated(tp_size: int, size_per_rank: int, dim: int, transposed: bool) -> None:
+def test_tensors_are_split_or_replicated(
+    tp_size: int, size_per_rank: int, dim: int, transposed: bool
+) -> None:
     shape = (size_per_rank * tp_size, 4) if dim == 0 else (4, size_per_rank * tp_size)
     weight = numbered(*shape, 1)
     ranks = [part.T if transposed else part for part in np.split(weight, tp_size, axis=dim)]
@@ -145,7 +169,9 @@ def test_every_second_column_of_an_expert_is_one_box(tp_size: int) -> None:
         expected = [part.T for part in np.split(both[2], tp_size, axis=1)[rank].transpose(2, 0, 1)]
         shapes = {"w": (experts, hidden, 2 * ffn)}
         place = Place(BUFFER, 0, (hidden, 1))
-        held = held_regions(packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), place, rank, tp_size)
+        held = held_regions(
+            packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), place, rank, tp_size
+        )
         assert len(held) == 2
         for number, (shard, values) in enumerate(zip(held, expected, strict=True)):
             box = both[tuple(map(slice, shard.region.offsets, shard.region.ends))]
@@ -181,12 +207,22 @@ SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), 
         (QKV, (16, 5), r"holds q in shape \(16, 5\), but its shape is \(16, 3\)"),
         (Vocabulary("e", 10), (4, 3), "8 packed in Megatron, 10 by"),
         (GateUp(Span("gate"), Span("up")), (3, 3), "6 packed in Megatron, 4 by"),
-        (PackedHeads((HeadRows("gate", 3, 1), HeadRows("up", 3, 1))), (4, 3), "2 does not divide the 3 heads of gate"),
-        (GateUp(Span("gate"), Span("up"), 2), (6, 3), "3 rows of each projection on a rank are not whole blocks of 2"),
+        (
+            PackedHeads((HeadRows("gate", 3, 1), HeadRows("up", 3, 1))),
+            (4, 3),
+            "2 does not divide the 3 heads of gate",
+        ),
+        (
+            GateUp(Span("gate"), Span("up"), 2),
+            (6, 3),
+            "3 rows of each projection on a rank are not whole blocks of 2",
+        ),
         (GateUp(Span("gate"), Span("up")), (4, 3), r"shape \(4, 3\), but its shape is \(6, 3\)"),
         (Replicated("norm"), (3,), "no tensor norm"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(packing: Packing, local_shape: tuple[int, ...], message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(
+    packing: Packing, local_shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         held_regions(packing, {}, SHAPES, local_shape, Place(BUFFER, 0, local_shape), 0, 2)

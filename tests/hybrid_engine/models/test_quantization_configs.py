@@ -16,7 +16,9 @@ from tests.zoo.block_formats import MODELOPT, PUBLISHED_FP8, published
 @pytest.mark.parametrize("method", FORMATS)
 def test_a_published_config_is_honoured(method: str) -> None:
     config = {"quantization_config": published(method, ["lm_head"])}
-    assert block_config(config, None) == block_config(config, method) == config["quantization_config"]
+    assert (
+        block_config(config, None) == block_config(config, method) == config["quantization_config"]
+    )
     assert format_in(config["quantization_config"]) == FORMATS[method]
     assert calibrated_in(config) == []
 
@@ -32,13 +34,17 @@ def test_models_without_one_are_quantised_on_request_only(method: str) -> None:
     for config in ({}, {"quantization_config": PUBLISHED_FP8}):
         assert block_config(config, "none") is None
         assert block_config(config, "fp8_per_channel") is None
-    refused = has_violation("generate_config.quantization", "other-quantization", method, "text_config")
+    refused = has_violation(
+        "generate_config.quantization", "other-quantization", method, "text_config"
+    )
     with pytest.raises(ConfigError, check=refused):
         block_config({"text_config": {}}, method)
 
 
 def test_scales_that_were_calibrated_on_data_are_left_out() -> None:
-    """Activations of nvfp4 stay in the weights' dtype; those of the other formats need no calibration."""
+    """Activations of nvfp4 stay in the weights' dtype; those of the other formats need no
+    calibration.
+    """
     config = {"quantization_config": published("nvfp4", scheme="NVFP4")}
     chosen = block_config(config, "nvfp4")
     assert chosen == published("nvfp4", scheme="NVFP4A16")
@@ -54,7 +60,12 @@ def test_scales_that_were_calibrated_on_data_are_left_out() -> None:
 
 
 def test_other_forms_of_modelopt() -> None:
-    older = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    older = {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
     config = {"quantization_config": {"quant_method": "modelopt", "quantization": older}}
     chosen = block_config(config, "nvfp4")
     assert chosen is not None
@@ -84,17 +95,25 @@ CHANGES: list[tuple[Values | str, Values]] = [
 ]
 
 
-@pytest.mark.parametrize(("described", "change"), CHANGES, ids=[str(change) for _, change in CHANGES])
-def test_other_weights_are_left_unquantised_or_refused(described: Values | str, change: Values) -> None:
+@pytest.mark.parametrize(
+    ("described", "change"), CHANGES, ids=[str(change) for _, change in CHANGES]
+)
+def test_other_weights_are_left_unquantised_or_refused(
+    described: Values | str, change: Values
+) -> None:
     original = published(described) if isinstance(described, str) else described
     config = {"quantization_config": {**original, **change}}
     assert block_config(config, None) is None
     (key,) = change
-    with pytest.raises(ConfigError, check=has_violation("generate_config.quantization", "other-quantization", key)):
+    with pytest.raises(
+        ConfigError, check=has_violation("generate_config.quantization", "other-quantization", key)
+    ):
         block_config(config, "fp8" if described is PUBLISHED_FP8 else "nvfp4")
 
 
-@pytest.mark.parametrize("key", ["num_bits", "group_size", "type", "symmetric", "actorder", "scale_dtype", "dynamic"])
+@pytest.mark.parametrize(
+    "key", ["num_bits", "group_size", "type", "symmetric", "actorder", "scale_dtype", "dynamic"]
+)
 def test_each_property_of_a_group_counts(key: str) -> None:
     config = published("mxfp8")
     config["config_groups"]["group_0"]["weights"][key] = "other"
@@ -104,7 +123,9 @@ def test_each_property_of_a_group_counts(key: str) -> None:
 
 
 def test_a_config_of_another_format_is_refused() -> None:
-    refused = has_violation("generate_config.quantization", "other-quantization", "mxfp8", "weights in nvfp4")
+    refused = has_violation(
+        "generate_config.quantization", "other-quantization", "mxfp8", "weights in nvfp4"
+    )
     with pytest.raises(ConfigError, check=refused):
         block_config({"quantization_config": published("nvfp4")}, "mxfp8")
     assert format_in(published("nvfp4")) == NVFP4

@@ -68,8 +68,12 @@ class Case:
 
 def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
     buffer_id = BufferId(rank, name)
-    shard = Shard(Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape)))
-    return Layout({tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,))
+    shard = Shard(
+        Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape))
+    )
+    return Layout(
+        {tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,)
+    )
 
 
 def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
@@ -84,31 +88,47 @@ def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
 def elements_of(shard: Shard) -> Iterator[tuple[Index, int]]:
     """Yield (canonical index, position in the buffer) of every element of a record."""
     for index in itertools.product(*map(range, shard.region.lengths)):
-        position = shard.place.offset + sum(i * s for i, s in zip(index, shard.place.strides, strict=True))
+        position = shard.place.offset + sum(
+            i * s for i, s in zip(index, shard.place.strides, strict=True)
+        )
         yield tuple(o + i for o, i in zip(shard.region.offsets, index, strict=True)), position
 
 
 def filled_buffers(layout: Layout) -> dict[BufferId, np.ndarray]:
     """Return the contents of the buffers by the layout; NOT_WRITTEN where it has no record."""
     values = canonical_values(layout.tensors)
-    buffers = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in layout.buffers.items()}
+    buffers = {
+        buffer_id: np.full(buffer.numel, NOT_WRITTEN)
+        for buffer_id, buffer in layout.buffers.items()
+    }
     for shard in layout.shards:
         for index, position in elements_of(shard):
             buffers[shard.place.buffer][position] = values[shard.region.tensor][index]
     return buffers
 
 
-def run_plan(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
+def run_plan(
+    plan: ReshardPlan, case: Case
+) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
     """Run all transfers of a plan.
 
     Returns the destination buffers, and how often each of their elements was written. Relay buffers
     are empty before a bucket, are written once in it, and are read only where written.
     """
     sources = filled_buffers(case.source)
-    contents = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in case.destination.buffers.items()}
-    counts = {buffer_id: np.zeros(buffer.numel, int) for buffer_id, buffer in case.destination.buffers.items()}
+    contents = {
+        buffer_id: np.full(buffer.numel, NOT_WRITTEN)
+        for buffer_id, buffer in case.destination.buffers.items()
+    }
+    counts = {
+        buffer_id: np.zeros(buffer.numel, int)
+        for buffer_id, buffer in case.destination.buffers.items()
+    }
     for bucket in plan.buckets:
-        relays = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in plan.relays.items()}
+        relays = {
+            buffer_id: np.full(buffer.numel, NOT_WRITTEN)
+            for buffer_id, buffer in plan.relays.items()
+        }
         for transfer in bucket.transfers:
             values = sources[transfer.src.buffer][positions_of(transfer, transfer.src)]
             at = positions_of(transfer, transfer.dst)
@@ -129,7 +149,9 @@ def run_plan(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray],
 
 def itemsizes(layout: Layout) -> dict[str, int]:
     """Return the bytes per element of each tensor on a side."""
-    return {shard.region.tensor: layout.buffers[shard.place.buffer].itemsize for shard in layout.shards}
+    return {
+        shard.region.tensor: layout.buffers[shard.place.buffer].itemsize for shard in layout.shards
+    }
 
 
 def wire_itemsizes(case: Case) -> dict[str, int]:
@@ -143,10 +165,16 @@ def holdings_by_rank(layout: Layout, num_ranks: int) -> Holdings:
     return holdings_of(layout, num_ranks, {rank: np.array([rank]) for rank in range(num_ranks)})
 
 
-def network_lower_bound(source: Layout, destination: Layout, hosts: Sequence[str]) -> dict[str, int]:
+def network_lower_bound(
+    source: Layout, destination: Layout, hosts: Sequence[str]
+) -> dict[str, int]:
     """Return the bytes that the ranks of each host must receive from other hosts in any plan."""
     sides = (holdings_by_rank(layout, len(hosts)) for layout in (source, destination))
-    return dict(zip(dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True))
+    return dict(
+        zip(
+            dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True
+        )
+    )
 
 
 def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
@@ -165,12 +193,16 @@ def cases(draw: st.DrawFn) -> Case:
         hosts=tuple(draw(st.lists(one_of("ab"), min_size=num_ranks, max_size=num_ranks))),
         bucket_nbytes=draw(one_of((1, 40, 10**9))),
         relaying=tuple(draw(one_of(((), "a", "ab")))),
-        devices=tuple(draw(st.one_of(st.just(""), st.text("xyz", min_size=num_ranks, max_size=num_ranks)))),
+        devices=tuple(
+            draw(st.one_of(st.just(""), st.text("xyz", min_size=num_ranks, max_size=num_ranks)))
+        ),
     )
 
 
 @st.composite
-def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtypes: Sequence[str]) -> Layout:
+def layouts(
+    draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtypes: Sequence[str]
+) -> Layout:
     """Draw a layout that holds all elements of every tensor, without overlap in a buffer."""
     parts: dict[tuple[BufferId, str], list[Region]] = {}
     for name, shape in tensors.items():
@@ -181,7 +213,9 @@ def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype
     buffers: dict[BufferId, Buffer] = {}
     shards: list[Shard] = []
     for (buffer_id, dtype), regions in parts.items():
-        buffers[buffer_id], placed = draw(placements(buffer_id, draw(st.permutations(regions)), dtype))
+        buffers[buffer_id], placed = draw(
+            placements(buffer_id, draw(st.permutations(regions)), dtype)
+        )
         shards += placed
     return Layout(dict(tensors), buffers, tuple(draw(st.permutations(shards))))
 
@@ -223,7 +257,9 @@ def _cut(region: Region, dim: int, at: int) -> list[Region]:
 
 
 @st.composite
-def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtype: str) -> tuple[Buffer, list[Shard]]:
+def placements(
+    draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtype: str
+) -> tuple[Buffer, list[Shard]]:
     """Draw a buffer that holds the regions one after another, in any dim order.
 
     Gaps between them are declared as padding.
@@ -244,16 +280,22 @@ def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtyp
         used.update(positions)
         end = max(positions) + 1
     numel = end + draw(integers(0, 2))
-    padding = tuple(Extent(position, position + 1) for position in range(numel) if position not in used)
+    padding = tuple(
+        Extent(position, position + 1) for position in range(numel) if position not in used
+    )
     return Buffer(numel, dtype, group=draw(one_of("xyz")), padding=padding), shards
 
 
-def plan(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any, **named: Any) -> ReshardPlan:
+def plan(
+    source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any, **named: Any
+) -> ReshardPlan:
     sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
     return planner.plan(*sides, hosts, *settings, **named)
 
 
-def box_transfers(source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any) -> list[Transfer]:
+def box_transfers(
+    source: Layout, destination: Layout, hosts: Sequence[str], *settings: Any
+) -> list[Transfer]:
     sides = (Side.split(layout, len(hosts)) for layout in (source, destination))
     return planner.box_transfers(*sides, hosts, *settings)
 

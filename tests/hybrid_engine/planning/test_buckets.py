@@ -38,7 +38,9 @@ def layers(fills: np.ndarray, frees: np.ndarray) -> list[Outline]:
     return [Outline((f"layer{n}",), (f"group{n}",), moved) for n, moved in enumerate(sides)]
 
 
-def peak_and_larger(clusters: list[Outline], outlines: list[Outline]) -> tuple[np.ndarray, np.ndarray]:
+def peak_and_larger(
+    clusters: list[Outline], outlines: list[Outline]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return each rank's peak bytes and the bytes of its larger layout; one tensor per cluster.
 
     The source of a bucket is released once the bucket has been sent.
@@ -95,11 +97,17 @@ def holdings(tensors: dict[str, Tensor], side: int) -> Holdings:
     return Holdings(4, {}, dict.fromkeys(tensors, "uint8"), placed)
 
 
-@given(st.dictionaries(NAMES, st.tuples(GROUPS, BY_RANK, BY_RANK), min_size=4), st.integers(1, 40), st.sets(NAMES))
+@given(
+    st.dictionaries(NAMES, st.tuples(GROUPS, BY_RANK, BY_RANK), min_size=4),
+    st.integers(1, 40),
+    st.sets(NAMES),
+)
 def test_buckets_contain_each_tensor_once_and_whole_groups(
     tensors: dict[str, Tensor], size: int, frozen: set[str]
 ) -> None:
-    outlines = outline_buckets(clusters_of(holdings(tensors, 1), holdings(tensors, 0)), size, frozen)
+    outlines = outline_buckets(
+        clusters_of(holdings(tensors, 1), holdings(tensors, 0)), size, frozen
+    )
     assert sorted(tensor for outline in outlines for tensor in outline.tensors) == sorted(tensors)
     groups = [group for outline in outlines for group in outline.groups]
     assert len(groups) == len(set(groups))
@@ -180,7 +188,9 @@ def test_memory_with_two_names_is_released_after_the_later_bucket() -> None:
 
 
 @given(cases(), st.booleans(), st.integers(0, 3))
-def test_memory_is_released_after_its_last_reader(case: Case, is_last_read: bool, tied: int) -> None:
+def test_memory_is_released_after_its_last_reader(
+    case: Case, is_last_read: bool, tied: int
+) -> None:
     """Unread memory stays. Unless `tied` is 0, memory has two names, as of tied weights."""
     buckets = plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets
     number_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
@@ -202,7 +212,9 @@ def test_memory_is_released_after_its_last_reader(case: Case, is_last_read: bool
             numbers = last_read[shard.place.buffer.name]
             for _, position in elements_of(shard):
                 numbers[position] = max(numbers[position], number_of[shard.region.tensor])
-        released_before = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
+        released_before = {
+            name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()
+        }
         schedule = release_schedule(shards, [bucket.tensors for bucket in buckets])
         for bucket, released in zip(buckets, schedule, strict=True):
             for name, extents in released.items():

@@ -55,7 +55,9 @@ def test_every_rank_receives_the_minimum(case: LayoutCase) -> None:
     summary = summarize(case.source, case.destination, case.hosts, case.relaying)
     np.testing.assert_array_equal(summary.received, summary.lower_bound)
     if DTYPE_NBYTES[case.infer_dtype] <= DTYPE_NBYTES[case.train_dtype]:
-        np.testing.assert_array_equal(summary.own + summary.received, case.destination.nbytes_by_rank())
+        np.testing.assert_array_equal(
+            summary.own + summary.received, case.destination.nbytes_by_rank()
+        )
     for host, least in zip(dict.fromkeys(case.hosts), summary.network_lower_bound, strict=True):
         entered = summary.network[np.array(case.hosts) == host].sum()
         assert entered == least if host in case.relaying else entered >= least
@@ -64,9 +66,13 @@ def test_every_rank_receives_the_minimum(case: LayoutCase) -> None:
 @given(cases())
 def test_the_summary_matches_plans_of_any_records(case: Case) -> None:
     """Boxes overlap, ranks hold a box twice, and tensors are cut in several dims."""
-    holdings = (holdings_by_rank(layout, len(case.hosts)) for layout in (case.source, case.destination))
+    holdings = (
+        holdings_by_rank(layout, len(case.hosts)) for layout in (case.source, case.destination)
+    )
     summary = summarize(*holdings, case.hosts, case.relaying)
-    assert_same_bytes(plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary)
+    assert_same_bytes(
+        plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary
+    )
 
 
 def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:

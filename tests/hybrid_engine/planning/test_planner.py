@@ -93,10 +93,18 @@ def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
                     assert transfer.link is Link.NETWORK
                     senders[key] = transfer.src_rank
                 else:
-                    yield Journey(canonical[key], transfer.src_rank, transfer.dst_rank, transfer.link)
+                    yield Journey(
+                        canonical[key], transfer.src_rank, transfer.dst_rank, transfer.link
+                    )
         for transfer in bucket.fan_out:
-            assert transfer.link is (Link.SELF if transfer.src_rank == transfer.dst_rank else Link.HOST)
-            pairs = zip(positions_of(transfer, transfer.src), positions_of(transfer, transfer.dst), strict=True)
+            assert transfer.link is (
+                Link.SELF if transfer.src_rank == transfer.dst_rank else Link.HOST
+            )
+            pairs = zip(
+                positions_of(transfer, transfer.src),
+                positions_of(transfer, transfer.dst),
+                strict=True,
+            )
             for src, dst in pairs:
                 element = canonical[transfer.dst.buffer, dst]
                 sender = senders[transfer.src.buffer, src]
@@ -201,13 +209,17 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
     for rank, elements in wanted.items():
         count = bytes_read(result)[rank]
         by_link = Counter()
-        for transfer in itertools.chain.from_iterable(bucket.counted() for bucket in result.buckets):
+        for transfer in itertools.chain.from_iterable(
+            bucket.counted() for bucket in result.buckets
+        ):
             if transfer.dst_rank == rank:
                 by_link[transfer.link] += transfer.nbytes
         assert count.device == by_link[Link.SELF] + by_link[Link.DEVICE]
         assert (count.host, count.network) == (by_link[Link.HOST], by_link[Link.NETWORK])
         on_device = {other for other in range(len(case.hosts)) if case.share_a_device(other, rank)}
-        least = sum(itemsize[element[0]] for element in elements if not on_device & {*holders[element]})
+        least = sum(
+            itemsize[element[0]] for element in elements if not on_device & {*holders[element]}
+        )
         total = sum(itemsize[element[0]] * times for element, times in elements.items())
         assert count.lower_bound == least
         if max(elements.values()) == 1:
@@ -221,11 +233,20 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
 def test_staging_holds_the_messages_of_two_buckets() -> None:
     sides = []
     for rank in (0, 1):
-        parts = [whole(name, (numel,), rank, name, name) for name, numel in (("a", 5), ("b", 6), ("c", 7))]
+        parts = [
+            whole(name, (numel,), rank, name, name)
+            for name, numel in (("a", 5), ("b", 6), ("c", 7))
+        ]
         buffers = {buffer: part.buffers[buffer] for part in parts for buffer in part.buffers}
-        sides.append(Layout({"a": (5,), "b": (6,), "c": (7,)}, buffers, tuple(part.shards[0] for part in parts)))
+        sides.append(
+            Layout(
+                {"a": (5,), "b": (6,), "c": (7,)}, buffers, tuple(part.shards[0] for part in parts)
+            )
+        )
     result = plan(*sides, "xy", 1)
-    assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [2 * (6 + 7)] * 2
+    assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [
+        2 * (6 + 7)
+    ] * 2
     parts = ((0, "0", 5), (0, "0", 6), (0, "1", 3), (0, "2", 4), (1, "0", 9))
     relays = {BufferId(rank, f"{n}"): Buffer(n, "bfloat16", bucket) for rank, bucket, n in parts}
     assert staging_nbytes(result.buckets, relays, 0) == 2 * (6 + 7) + 2 * (5 + 6)
@@ -250,7 +271,9 @@ def test_a_ranks_plan_is_its_part_of_the_full_plan(case: Case, data: st.DataObje
     full = plan_of(case)
     part = plan_of(case, rank)
     assert (part.fingerprint, part.unread) == (full.fingerprint, full.unread)
-    assert bytes_read(part) == {key: count for key, count in bytes_read(full).items() if key == rank}
+    assert bytes_read(part) == {
+        key: count for key, count in bytes_read(full).items() if key == rank
+    }
     assert part.buckets == tuple(bucket.of_rank(rank) for bucket in full.buckets)
     used: set[BufferId] = set()
     for bucket in part.buckets:
@@ -265,7 +288,9 @@ def test_box_transfers_equal_the_plan_before_coalescing(case: Case, data: st.Dat
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
     boxes = box_transfers(case.source, case.destination, case.hosts, rank)
     planned = plan(case.source, case.destination, case.hosts, rank=rank)
-    assert coalesce(boxes) == coalesce(transfer for bucket in planned.buckets for transfer in bucket.transfers)
+    assert coalesce(boxes) == coalesce(
+        transfer for bucket in planned.buckets for transfer in bucket.transfers
+    )
     for transfer in boxes:
         assert len(transfer.lengths) == len(case.destination.tensors[transfer.tensor])
         for place in (transfer.src, transfer.dst):
@@ -281,7 +306,10 @@ def test_fingerprints_depend_on_every_input(case: Case) -> None:
     shared = ["0"] * len(case.hosts)
     assert plan(case.source, case.destination, case.hosts, devices=alone).fingerprint == fingerprint
     if len(case.hosts) > len(set(case.hosts)):  # ranks of a host can share a device
-        assert plan(case.source, case.destination, case.hosts, devices=shared).fingerprint != fingerprint
+        assert (
+            plan(case.source, case.destination, case.hosts, devices=shared).fingerprint
+            != fingerprint
+        )
     assert relayed != fingerprint
     assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
     layout = case.destination
@@ -293,8 +321,12 @@ def test_fingerprints_depend_on_every_input(case: Case) -> None:
         replace(layout, shards=tuple(others)),
         replace(layout, tensors={**layout.tensors, "more": (2,)}),
         replace(layout, tensors={"more": (2,), **layout.tensors}),
-        replace(layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, dtype="int8")}),
-        replace(layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, group="other")}),
+        replace(
+            layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, dtype="int8")}
+        ),
+        replace(
+            layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, group="other")}
+        ),
     ]
     fingerprints = {Side.split(variant, len(hosts)).fingerprint for variant in (layout, *variants)}
     assert len(fingerprints) == len(variants) + 1
@@ -311,7 +343,9 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     group_of = {buffer_id: buffer.group for buffer_id, buffer in case.destination.buffers.items()}
     bucket_of_group = {group: bucket.index for bucket in buckets for group in bucket.groups}
-    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is in two buckets"
+    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), (
+        "a group is in two buckets"
+    )
     assert bucket_of_group.keys() == set(group_of.values())
     freed = itemsizes(case.source)
     for bucket in buckets:
@@ -320,7 +354,9 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
             if transfer.dst.buffer in result.relays:
                 continue
             assert bucket_of_group[group_of[transfer.dst.buffer]] == bucket.index
-            received[transfer.dst_rank] += transfer.numel * case.destination.buffers[transfer.dst.buffer].itemsize
+            received[transfer.dst_rank] += (
+                transfer.numel * case.destination.buffers[transfer.dst.buffer].itemsize
+            )
         held = Counter()
         for shard in case.source.shards:
             if shard.region.tensor in bucket.tensors:
@@ -340,9 +376,14 @@ def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
     """Both ends derive the same transfers, as their plans share only those."""
 
     def between(transfers: Iterable[Transfer], pair: tuple[int, int]) -> list[Transfer]:
-        return [transfer for transfer in transfers if (transfer.src_rank, transfer.dst_rank) == pair]
+        return [
+            transfer for transfer in transfers if (transfer.src_rank, transfer.dst_rank) == pair
+        ]
 
-    by_rank = [box_transfers(case.source, case.destination, case.hosts, rank) for rank in range(len(case.hosts))]
+    by_rank = [
+        box_transfers(case.source, case.destination, case.hosts, rank)
+        for rank in range(len(case.hosts))
+    ]
     boxes = list(dict.fromkeys(itertools.chain(*by_rank)))  # both ranks of a pair have its boxes
     coalesced = coalesce(boxes)
     assert sum(transfer.nbytes for transfer in coalesced) == sum(box.nbytes for box in boxes)
@@ -354,12 +395,16 @@ def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
 
 @given(cases())
 def test_a_plan_cannot_be_coalesced_further(case: Case) -> None:
-    for bucket in plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying).buckets:
+    for bucket in plan(
+        case.source, case.destination, case.hosts, relaying_hosts=case.relaying
+    ).buckets:
         assert coalesce(bucket.transfers) == list(bucket.transfers)
         assert coalesce(bucket.fan_out) == list(bucket.fan_out)
 
 
-def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]) -> Transfer:
+def box(
+    tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]
+) -> Transfer:
     strides = (lengths[1], 1)
     src_place = Place(SOURCE, src, src_strides)
     dst_place = Place(DESTINATION, dst, strides)
@@ -405,9 +450,14 @@ def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors:
     """Shares are equal over any number of tensors of a class, and over each link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
-        tensors = TensorClass(sources, owners_of(case.destination, tensor), (tensor,), first, ("int8",))
+        tensors = TensorClass(
+            sources, owners_of(case.destination, tensor), (tensor,), first, ("int8",)
+        )
         routes = Routes(tensors, Hosts(case.hosts, case.relaying, case.devices))
-        places = {Link.HOST: case.hosts, Link.DEVICE: [*zip(case.hosts, case.devices, strict=False)]}
+        places = {
+            Link.HOST: case.hosts,
+            Link.DEVICE: [*zip(case.hosts, case.devices, strict=False)],
+        }
         received: Counter[tuple[int, Link, object]] = Counter()
         sent: Counter[tuple[int, Link, object, int]] = Counter()
         for receivers in routes.receivers:
@@ -430,7 +480,11 @@ def test_holders_of_a_box_send_equal_shares(case: Case, first: int, num_tensors:
         for (number, link, place), count in received.items():
             ranks = set(sources[number].ranks.tolist())
             holders = [rank for rank in ranks if place is None or places[link][rank] == place]
-            shares = [sent[number, link, place, rank] for rank in holders] if link is not Link.SELF else []
+            shares = (
+                [sent[number, link, place, rank] for rank in holders]
+                if link is not Link.SELF
+                else []
+            )
             assert sum(shares) == count
             assert max(shares, default=0) - min(shares, default=0) <= 1
 
@@ -454,7 +508,8 @@ def test_overlapping_windows_are_relayed() -> None:
         {"t": (10, 3)},
         {BufferId(rank, "dst"): Buffer(18, "bfloat16") for rank, _ in windows},
         tuple(
-            Shard(Region("t", (start, 0), (6, 3)), Place(BufferId(rank, "dst"), 0, (3, 1))) for rank, start in windows
+            Shard(Region("t", (start, 0), (6, 3)), Place(BufferId(rank, "dst"), 0, (3, 1)))
+            for rank, start in windows
         ),
     )
     result = plan(source, destination, ["a", "b", "b"], relaying_hosts="b")
@@ -465,7 +520,10 @@ def test_overlapping_windows_are_relayed() -> None:
         ((12,), False),
         ((12,), False),
     ]
-    assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((6,), 12, 1), ((6,), 0, 2)]
+    assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [
+        ((6,), 12, 1),
+        ((6,), 0, 2),
+    ]
     assert [bytes_read(result)[rank].received for rank in (1, 2)] == [36, 36]
     assert network_lower_bound(source, destination, ["a", "b", "b"]) == {"a": 0, "b": 60}
 
@@ -486,7 +544,8 @@ def test_the_narrower_dtype_crosses_the_link(source: str, destination: str, expe
 def test_only_groups_that_share_tensors_are_joined() -> None:
     """Groups of alternating tensors still get separate buckets."""
     layouts = [
-        whole(f"t{number}", (4,), 0, f"b{number}", group="even" if number % 2 == 0 else "odd") for number in range(6)
+        whole(f"t{number}", (4,), 0, f"b{number}", group="even" if number % 2 == 0 else "odd")
+        for number in range(6)
     ]
     layout = Layout.merge(layouts)
     buckets = plan(layout, layout, ["a"], bucket_nbytes=1).buckets
@@ -505,7 +564,9 @@ def test_unread_tensors_must_be_allowed() -> None:
     assert result.unread == ("tied",)
     with pytest.raises(PlanError, match="tied: a training parameter that no inference rank reads"):
         plan(source, destination, ["a"])
-    with pytest.raises(PlanError, match=r"tied: .* needed by rank 0, but no training rank holds them"):
+    with pytest.raises(
+        PlanError, match=r"tied: .* needed by rank 0, but no training rank holds them"
+    ):
         plan(destination, source, ["a"])
 
 
@@ -539,7 +600,10 @@ def test_all_faults_are_reported_at_once() -> None:
 
 
 def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> TensorOwners:
-    return tuple(BoxOwners((start,), (stop - start,), np.array(ranks)) for start, stop, ranks in bounds_and_ranks)
+    return tuple(
+        BoxOwners((start,), (stop - start,), np.array(ranks))
+        for start, stop, ranks in bounds_and_ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -552,7 +616,10 @@ def boxes(*bounds_and_ranks: tuple[int, int, list[int]]) -> TensorOwners:
             id="vocabulary padded by Megatron",
         ),
         pytest.param(
-            boxes((0, 1000, [0, 1])), boxes((0, 900, [8, 16]), (900, 1000, [24, 32])), (), id="large and small part"
+            boxes((0, 1000, [0, 1])),
+            boxes((0, 900, [8, 16]), (900, 1000, [24, 32])),
+            (),
+            id="large and small part",
         ),
         pytest.param(
             boxes((0, 1000, [0, 1])),
@@ -578,7 +645,9 @@ def test_narrowing_the_dtype_of_most_tensors_is_a_fault() -> None:
     held = {"a": "float32", "b": "float32", "c": "bfloat16"}
     assert rounding_faults(held, held) == []
     (fault,) = rounding_faults(held, dict.fromkeys(held, "bfloat16"))
-    assert fault.startswith("2 tensors, e.g. a, are float32 in training and bfloat16 in the servers")
+    assert fault.startswith(
+        "2 tensors, e.g. a, are float32 in training and bfloat16 in the servers"
+    )
     halves = {**dict.fromkeys("abc", "bfloat16"), "bias": "float32"}
     assert rounding_faults(halves, dict.fromkeys(halves, "float32")) == []
     assert rounding_faults(halves, dict.fromkeys(halves, "bfloat16")) == []

@@ -37,8 +37,12 @@ def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> 
         itemsize = DTYPE_NBYTES[wire_dtype(source.dtypes[name], positions.dtypes[name])]
         for position, rank in enumerate(order):
             wanted = union(box.region for box in needed if position in box.ranks)
-            missing = subtract_all(wanted, [box.region for box in source.owners[name] if rank in box.ranks])
-            total += (sum(box.numel for box in wanted) - sum(box.numel for box in missing)) * itemsize
+            missing = subtract_all(
+                wanted, [box.region for box in source.owners[name] if rank in box.ranks]
+            )
+            total += (
+                sum(box.numel for box in wanted) - sum(box.numel for box in missing)
+            ) * itemsize
     return total
 
 
@@ -76,7 +80,9 @@ def test_the_order_on_one_host_is_the_best(case: LayoutCase) -> None:
     case = replace(case, hosts=(0,) * len(case.hosts))
     sides = (case.source, case.positions)
     all_orders = itertools.permutations(range(len(case.hosts)))
-    assert held_nbytes(*sides, order_of(case)) == max(held_nbytes(*sides, order) for order in all_orders)
+    assert held_nbytes(*sides, order_of(case)) == max(
+        held_nbytes(*sides, order) for order in all_orders
+    )
 
 
 def layers_of(holdings: Holdings) -> Holdings:

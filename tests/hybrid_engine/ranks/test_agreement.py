@@ -63,7 +63,9 @@ def test_phases_succeed_on_one_rank(alone: Agreement):
     assert alone.total(-7) == -7
 
 
-def test_rounds_continue_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):
+def test_rounds_continue_until_all_steps_are_done(
+    alone: Agreement, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("hybrid_engine.ranks.agreement.ROUND_INTERVAL", 0.0)  # a step a round
     done = []
 
@@ -84,12 +86,18 @@ def test_rounds_continue_until_all_steps_are_done(alone: Agreement, monkeypatch:
 def test_a_closed_agreement_is_refused(alone: Agreement):
     alone.close()
     alone.close()
-    for call in (lambda: alone.total(1), lambda: alone.gather(1, int), lambda: alone.conclude("phase")):
+    for call in (
+        lambda: alone.total(1),
+        lambda: alone.gather(1, int),
+        lambda: alone.conclude("phase"),
+    ):
         with refused(StateError, "agreement-is-closed"):
             call()
 
 
-@pytest.mark.parametrize("error", [StateError("not now"), WeightError(["a: NaN", "b: NaN"]), RemoteError("far away")])
+@pytest.mark.parametrize(
+    "error", [StateError("not now"), WeightError(["a: NaN", "b: NaN"]), RemoteError("far away")]
+)
 def test_errors_of_the_engine_are_not_wrapped(alone: Agreement, error: Exception):
     with pytest.raises(type(error)) as by_phase, alone.phase("check"):
         raise error
@@ -177,9 +185,13 @@ def test_all_ranks_raise_when_one_fails() -> None:
     with of_two() as (agreement, rank):
         with failing(ReshardError, "unexpected-error", "commit.*OSError: disk on fire", on=0):
             fail_in_phase(agreement, OSError("disk on fire") if rank == 0 else None)
-        with failing(StateError, "", "^not now$" if rank == 1 else "rank 1: StateError: not now", on=1):
+        with failing(
+            StateError, "", "^not now$" if rank == 1 else "rank 1: StateError: not now", on=1
+        ):
             fail_in_phase(agreement, known if rank == 1 else None)
-        with failing(StateError, "", "^not now$" if rank == 0 else "fill.*rank 0: StateError: not now", on=0):
+        with failing(
+            StateError, "", "^not now$" if rank == 0 else "fill.*rank 0: StateError: not now", on=0
+        ):
             agreement.conclude("fill", known if rank == 0 else None)
         with failing(ReshardError, "unexpected-error", "x{99000}", on=1):
             fail_in_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)
@@ -228,8 +240,12 @@ def test_an_interrupt_is_delivered_after_a_collective() -> None:
 @on_ranks(2)
 def test_gather_and_total() -> None:
     with of_two() as (agreement, rank):
-        gathered = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str])
-        assert gathered == [{"rank": number, "payload": "y" * (10 + 1000 * number)} for number in (0, 1)]
+        gathered = agreement.gather(
+            {"rank": rank, "payload": "y" * (10 + 1000 * rank)}, dict[str, int | str]
+        )
+        assert gathered == [
+            {"rank": number, "payload": "y" * (10 + 1000 * number)} for number in (0, 1)
+        ]
         assert [agreement.total(rank + 1), agreement.total(2**40)] == [3, 2**41]  # beyond 32 bits
         compared = ([5, -7], [5, -rank], [5, None if rank else -3])
         assert [agreement.is_same(values, "compare") for values in compared] == [True, False, True]
@@ -261,23 +277,32 @@ def test_a_failure_to_share_is_raised_on_all_ranks() -> None:
     module = "hybrid_engine.ranks.agreement"
     with of_two() as (agreement, rank):
         digests = [b"right", b"damaged" if rank == 1 else b"right"]
-        damaged = failing(MessageError, "malformed-message", "MessageError: " if rank == 0 else "", on=1)
+        damaged = failing(
+            MessageError, "malformed-message", "MessageError: " if rank == 0 else "", on=1
+        )
         with mock.patch(f"{module}.content_digest", side_effect=digests), damaged:
             agreement.share([b"right"])
-        is_full = mock.patch.object(torch, "empty", _empty_without_memory) if rank else nullcontext()
+        is_full = (
+            mock.patch.object(torch, "empty", _empty_without_memory) if rank else nullcontext()
+        )
         with is_full, failing(ReshardError, "unexpected-error", "MemoryError: full", on=1):
             agreement.share([b"data"])
         with failing(MessageError, "not-encodable", "MessageError: " if rank == 0 else "", on=1):
             agreement.gather("\udc80" if rank == 1 else "", str)
         # A long message is clipped on the other rank.
         clipped = "x{80}" if rank else "(?<!x)x{80,99}(?!x)"
-        with mock.patch(f"{module}.LIMIT", 8 * 2 * 100), failing(ReshardError, "unexpected-error", clipped, on=1):
+        with (
+            mock.patch(f"{module}.LIMIT", 8 * 2 * 100),
+            failing(ReshardError, "unexpected-error", clipped, on=1),
+        ):
             fail_in_phase(agreement, ValueError("x" * 1000) if rank == 1 else None)
 
 
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
     "fill": lambda agreement: agreement.conclude("fill"),
-    "fill: OSError: disk on fire": lambda agreement: agreement.conclude("fill", OSError("disk on fire")),
+    "fill: OSError: disk on fire": lambda agreement: agreement.conclude(
+        "fill", OSError("disk on fire")
+    ),
     "gather": lambda agreement: agreement.gather("here", str),
     "total": lambda agreement: agreement.total(1),
 }
@@ -295,7 +320,10 @@ def test_a_lost_rank_ends_every_wait() -> None:
         dist.destroy_process_group()
         return
     calls = [(silent, f"fill.*{SILENCE_SECONDS:g} s", LOST_CALLS["fill"])]
-    calls += [(agreement, text, call) for agreement, (text, call) in zip(agreements, LOST_CALLS.items(), strict=True)]
+    calls += [
+        (agreement, text, call)
+        for agreement, (text, call) in zip(agreements, LOST_CALLS.items(), strict=True)
+    ]
     for agreement, text, call in calls:
         started = time.monotonic()
         with pytest.raises(LostRankError, match=text) as caught:

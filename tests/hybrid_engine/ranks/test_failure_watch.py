@@ -2,7 +2,7 @@
 
 A healthy rank is not ended. There are three ranks, and timeouts are short.
 
-    python -m tests.hybrid_engine.ranks.test_failure_watch SCENARIO     # a rank of a job that ends; it prints errors
+    python -m tests.hybrid_engine.ranks.test_failure_watch SCENARIO  # a rank; it prints errors
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _store_of_rank_0() -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
 
 
-def fail_on_rank_1(how: Callable[[], None], patience: float = PATIENCE) -> Callable[[int, Agreement], None]:
+def fail_on_rank_1(
+    how: Callable[[], None], patience: float = PATIENCE
+) -> Callable[[int, Agreement], None]:
     """Rank 1 fails; rank 0 waits in a call without timeout, rank 2 in a collective."""
 
     def scenario(rank: int, agreement: Agreement) -> None:
@@ -221,7 +223,9 @@ def not_a_peer(rank: int, agreement: Agreement) -> None:
     """A library's connection error without a known reason is the cause, not a consequence."""
     with agreement.phase("building"):
         if rank == 1:
-            raise dist.DistBackendError("NCCL error: creating shared memory segment /dev/shm/nccl-x")
+            raise dist.DistBackendError(
+                "NCCL error: creating shared memory segment /dev/shm/nccl-x"
+            )
 
 
 def store_goes(rank: int, agreement: Agreement) -> None:
@@ -235,8 +239,14 @@ def store_goes(rank: int, agreement: Agreement) -> None:
 CAUSES: dict[str, tuple[Scenario, str]] = {
     "raises": (fail_on_rank_1(_raise), "rank 1, generate: MemoryError: no memory for 3 GB"),
     "ctrl-c": (fail_on_rank_1(_interrupt, FOR_EVER), "rank 1, generate: KeyboardInterrupt"),
-    "killed": (fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)), r"rank 1 has ended \(process \d+\)"),
-    "stopped": (fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP)), r"rank 1 is stopped \(process \d+\)"),
+    "killed": (
+        fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        r"rank 1 has ended \(process \d+\)",
+    ),
+    "stopped": (
+        fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+        r"rank 1 is stopped \(process \d+\)",
+    ),
     "store goes": (store_goes, r"rank 0 has ended \(process \d+\)"),
 }
 """Scenario -> what ranks do, and the cause that they report before they end."""
@@ -246,7 +256,10 @@ SECONDS_AT_MOST = 100  # a rank that hangs would wait for minutes
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "scenario",
-    [name if name in ("raises", "ctrl-c") else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES],
+    [
+        name if name in ("raises", "ctrl-c") else pytest.param(name, marks=pytest.mark.faults)
+        for name in CAUSES
+    ],
 )
 def test_every_rank_reports_the_cause_and_ends(scenario: str) -> None:
     """A rank waits in a call without timeout, another in a collective; the third fails."""
@@ -254,13 +267,21 @@ def test_every_rank_reports_the_cause_and_ends(scenario: str) -> None:
     _, cause = CAUSES[scenario]
     waiting = 1 if scenario == "store goes" else 0
     assert ended.status is not None, f"a rank was left waiting:\n{ended.output}"
-    assert re.search(rf"ERROR \[Reshard\] {cause} \(rank {waiting} is still in: generate\)", ended.output), ended.output
-    end = rf"CRITICAL \[Reshard\] rank {waiting} ends: after \d+ s it still waits in 'generate'.*{cause}"
+    assert re.search(
+        rf"ERROR \[Reshard\] {cause} \(rank {waiting} is still in: generate\)", ended.output
+    ), ended.output
+    end = (
+        rf"CRITICAL \[Reshard\] rank {waiting} ends: after \d+ s it still waits in "
+        rf"'generate'.*{cause}"
+    )
     assert re.search(end, ended.output), ended.output
     if scenario in ("raises", "killed", "ctrl-c"):  # a group does not notice a stopped member
         assert re.search(rf"rank 2 LostRankError: generate: {cause}", ended.output), ended.output
     if scenario == "raises":
-        message = "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe other ranks did not come"
+        message = (
+            "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe "
+            "other ranks did not come"
+        )
         assert message in ended.output
     assert "GLHF" not in ended.output  # part of torch's own error text
 
@@ -338,7 +359,10 @@ SURVIVED: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     "building": (building, RETURNED),
     "slow replica": (
         slow_replica,
-        (*[f"ReshardError: generate: {OF_MEMORY}$"] * 2, r"RemoteError: generate failed on 2 rank\(s\)"),
+        (
+            *[f"ReshardError: generate: {OF_MEMORY}$"] * 2,
+            r"RemoteError: generate failed on 2 rank\(s\)",
+        ),
     ),
     "nested": (nested, of_rank_1(OF_MEMORY)),
     "not a peer": (not_a_peer, of_rank_1("DistBackendError: NCCL error: creating shared")),

@@ -92,6 +92,12 @@ def test_a_child_that_shuts_down_does_not_affect_its_parent() -> None:
 
 def test_a_child_that_exits_does_not_affect_its_parent() -> None:
     """Python's exit drops the last references to groups."""
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     output = run_python("-c", EXITING, status=0, timeout=SECONDS_TO_EXIT, **environment).stdout
     assert output == "0\n"

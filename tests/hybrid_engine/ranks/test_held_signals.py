@@ -73,7 +73,9 @@ def test_every_handler_is_restored_and_runs_even_if_another_raises(
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
-def test_the_wakeup_descriptor_gets_a_signal_once(set_signal: Callable[[int, Handler], None]) -> None:
+def test_the_wakeup_descriptor_gets_a_signal_once(
+    set_signal: Callable[[int, Handler], None],
+) -> None:
     """A second delivery would count as a second Ctrl-C."""
     set_signal(signal.SIGUSR1, lambda _number, _frame: None)
     reader, writer = socket.socketpair()

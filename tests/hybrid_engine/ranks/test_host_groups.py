@@ -10,7 +10,13 @@ from contextlib import closing, contextmanager
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, PeerTransportError, StateError, TransportError
+from hybrid_engine.errors import (
+    HybridEngineError,
+    LostRankError,
+    PeerTransportError,
+    StateError,
+    TransportError,
+)
 from hybrid_engine.ranks import agreement, groups, rank_tree
 from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.job import Job
@@ -46,13 +52,17 @@ def test_all_ranks_raise_when_one_fails() -> None:
         fail_in_phase(job.agreement, None)
         for at_fault in (0, 3):
             with failing(StateError, "", "not now", on=at_fault):
-                fail_in_phase(job.agreement, StateError("not now") if job.rank == at_fault else None)
+                fail_in_phase(
+                    job.agreement, StateError("not now") if job.rank == at_fault else None
+                )
         with job.agreement.building(), failing(StateError, "", "not built", on=3):
             fail_in_phase(job.agreement, StateError("not built") if job.rank == 3 else None)
         fail_in_phase(job.agreement, None)
 
 
-def walk(job: Job, work_seconds: float, started: list[float], failing_step: int | None = None) -> None:
+def walk(
+    job: Job, work_seconds: float, started: list[float], failing_step: int | None = None
+) -> None:
     """Add when each step began. Only ranks 1 and 3 have work; rank 3 fails in `failing_step`."""
     with job.agreement.phase("fill"):
         pace = job.agreement.pace()
@@ -81,7 +91,13 @@ def test_ranks_of_other_hosts_notice_a_failure_between_steps() -> None:
     with joined() as job:
         kinds = (PeerTransportError, PeerTransportError, HybridEngineError, StateError)
         # Rank 2 has no work, and is first of no host.
-        text = "" if job.rank == 2 else "not now" if job.rank == 3 else "rank 3, fill: StateError: not now"
+        text = (
+            ""
+            if job.rank == 2
+            else "not now"
+            if job.rank == 3
+            else "rank 3, fill: StateError: not now"
+        )
         started = []
         with pytest.raises(kinds[job.rank], match=text):
             walk(job, 0.2, started, failing_step=4)
@@ -121,7 +137,9 @@ def group_names(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
     return names[-2:]
 
 
-def test_a_local_connection_failure_does_not_change_group_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_connection_failure_does_not_change_group_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     well, *failed = [group_names(monkeypatch, failing) for failing in (0, 1, 2)]
     assert well == ["tree 1/0/0", "tree 1/1/0"]
     assert failed == [well, well]
@@ -142,11 +160,15 @@ class UnreachedWatch:
 
 @pytest.mark.parametrize("has_store", [True, False])
 def test_waiting_for_a_host_times_out(has_store: bool) -> None:
-    alone = agreement.Pace(UnreachedWatch(has_store=has_store), 2, is_first=True, timeout_seconds=0.2)
+    alone = agreement.Pace(
+        UnreachedWatch(has_store=has_store), 2, is_first=True, timeout_seconds=0.2
+    )
     for step in range(agreement.NUM_STEPS):
         alone.reach(step)
     if has_store:
-        with refused(TransportError, "hosts-are-missing", "1 of 2", "generate_config.timeout_seconds"):
+        with refused(
+            TransportError, "hosts-are-missing", "1 of 2", "generate_config.timeout_seconds"
+        ):
             alone.reach(agreement.NUM_STEPS)
     else:
         alone.reach(agreement.NUM_STEPS)
@@ -159,7 +181,9 @@ def test_groups_listen_on_the_configured_interface(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
         RankGroup(World(dist.HashStore(), 0, 1), "unknown", [0], LOST_SECONDS)
-    RankGroup(World(dist.HashStore(), 0, 1, address="127.0.0.1"), "at an address", [0], LOST_SECONDS).close()
+    RankGroup(
+        World(dist.HashStore(), 0, 1, address="127.0.0.1"), "at an address", [0], LOST_SECONDS
+    ).close()
 
 
 class Late:

@@ -47,7 +47,9 @@ def test_groups_end_with_their_owner(job: None) -> None:
         group.gather(b"own")
 
 
-def test_an_nccl_group_is_created_in_the_default_world_only(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nccl_group_is_created_in_the_default_world_only(
+    job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The arguments passed to torch, because there is no GPU."""
     new_group = dist.new_group
     arguments = []
@@ -83,7 +85,9 @@ def test_a_failed_join_leaves_no_group(job: None, monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_needs_torchrun_or_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="RANK", check=has_violations(("environment", "missing-variables"))):
+    with pytest.raises(
+        ConfigError, match="RANK", check=has_violations(("environment", "missing-variables"))
+    ):
         Job.join(30)
 
 
@@ -125,12 +129,19 @@ def test_a_server_may_reach_a_file_store_seconds_later(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_meet, dist.FileStore(path, 2), 0, 2, 30)
         time.sleep(1.5)  # longer than a pause between looks at the store
-        assert _meet(dist.FileStore(path, 2), 1, 2, 30, "later") == waiting.result() == ["", "later"]
+        assert (
+            _meet(dist.FileStore(path, 2), 1, 2, 30, "later") == waiting.result() == ["", "later"]
+        )
 
 
 def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for other ranks to start, and for their store, has a minimum timeout."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     timeouts = []
 
@@ -165,7 +176,11 @@ def test_ranks_of_a_world_must_have_started(tmp_path: Path) -> None:
     ],
 )
 def test_each_rank_takes_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, num_visible: int, current: int, local_rank: str | None, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    num_visible: int,
+    current: int,
+    local_rank: str | None,
+    expected: int,
 ) -> None:
     """torch.cuda is replaced, because there is no GPU."""
     set_devices = []

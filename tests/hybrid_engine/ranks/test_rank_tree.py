@@ -50,11 +50,14 @@ def test_each_rank_receives_all_others_once(hosts: list[str], data: st.DataObjec
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "most", "usual"), [(8, 7, 7), (64, 14, 7), (512, 21, 7), (2048, 24, 7), (4096, 28, 7)]
+    ("num_ranks", "most", "usual"),
+    [(8, 7, 7), (64, 14, 7), (512, 21, 7), (2048, 24, 7), (4096, 28, 7)],
 )
 def test_connections_hardly_grow_with_ranks(num_ranks: int, most: int, usual: int) -> None:
     shape = TreeShape([str(rank // 8) for rank in range(num_ranks)])
-    counts = [sum(len(meeting.ranks) - 1 for meeting in shape.of_rank(rank)) for rank in range(num_ranks)]
+    counts = [
+        sum(len(meeting.ranks) - 1 for meeting in shape.of_rank(rank)) for rank in range(num_ranks)
+    ]
     assert max(counts) == most
     assert sorted(counts)[num_ranks // 2] == usual
 
@@ -63,7 +66,11 @@ def test_few_ranks_are_one_group_on_any_hosts() -> None:
     assert [meeting.ranks for meeting in TreeShape("abababab").groups] == [tuple(range(8))]
 
 
-@given(st.integers(1, 30).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, n - 1)] * 2)).map(lambda p: (n, p))))
+@given(
+    st.integers(1, 30).flatmap(
+        lambda n: st.lists(st.tuples(*[st.integers(0, n - 1)] * 2)).map(lambda p: (n, p))
+    )
+)
 def test_parts_are_connected_components(case: tuple[int, list[tuple[int, int]]]) -> None:
     num_ranks, pairs = case
     meets = [0] * num_ranks
@@ -75,7 +82,9 @@ def test_parts_are_connected_components(case: tuple[int, list[tuple[int, int]]])
         for first, second in pairs:
             reached[first] |= reached[second]
             reached[second] |= reached[first]
-    assert sorted(connected_parts(meets)) == sorted({tuple(sorted(part)): sorted(part) for part in reached}.values())
+    assert sorted(connected_parts(meets)) == sorted(
+        {tuple(sorted(part)): sorted(part) for part in reached}.values()
+    )
 
 
 @on_ranks(5)
@@ -93,7 +102,9 @@ def test_a_tree_of_real_ranks() -> None:
         tree.maximum(values)
         assert values.tolist() == [4, 0]
         assert list(map(bytes, tree.gather(messages[rank], sizes))) == messages
-        assert list(map(bytes, tree.gather(b"", [0] * 5))) == [b""] * 5  # no rank has anything to send
+        assert (
+            list(map(bytes, tree.gather(b"", [0] * 5))) == [b""] * 5
+        )  # no rank has anything to send
     tree.close()
 
 
@@ -105,7 +116,9 @@ def test_ranks_with_different_histories_can_join() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         Job.join(60).close()
         dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("both", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("both", store), rank=rank, world_size=size
+    )
     world = World(dist.PrefixStore("own", store), rank, size)
     for number, job_world in enumerate([None, None, world, world]):
         job = Job.join(60, host=f"{number} {rank}", world=job_world)

@@ -9,7 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from hybrid_engine.ranks.torch_internals import PRIVATE_NAMES, PrivateName, is_alive, storage_id, torch_defaults
+from hybrid_engine.ranks.torch_internals import (
+    PRIVATE_NAMES,
+    PrivateName,
+    is_alive,
+    storage_id,
+    torch_defaults,
+)
 from hybrid_engine.ranks.uncaught import ignore_known_warnings
 from tests.harness.private_names import exists
 from tests.harness.torch_modes import other_torch_modes

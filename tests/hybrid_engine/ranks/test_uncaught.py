@@ -88,8 +88,12 @@ def short_lines(lines: list[str]) -> list[str]:
     return sorted(line for line in lines if re.match(r"rank \d ends by", line))
 
 
-@pytest.mark.parametrize(("kind", "num_tracebacks"), [("ConfigError", 0), ("ValueError", 2), ("KeyboardInterrupt", 2)])
-def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too(kind: str, num_tracebacks: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_tracebacks"), [("ConfigError", 0), ("ValueError", 2), ("KeyboardInterrupt", 2)]
+)
+def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too(
+    kind: str, num_tracebacks: int
+) -> None:
     lines = run_and_read(BEFORE_RANKS_MEET, kind)
     assert short_lines(lines) == [f"rank 1 ends by {kind}; rank 0 prints the cause"]
     assert lines.count("Traceback (most recent call last):") == num_tracebacks
@@ -109,7 +113,9 @@ def test_an_error_of_rank_0_is_printed_once_and_a_different_one_too(kind: str, n
         ("raise errors.StateError", 1, 1),
     ],
 )
-def test_an_error_has_an_exit_status_and_frames_of_the_user(fault: str, status: int, num_frames: int) -> None:
+def test_an_error_has_an_exit_status_and_frames_of_the_user(
+    fault: str, status: int, num_frames: int
+) -> None:
     process = run_python("-c", f"{IMPORTS}\n{fault}", status=status)
     assert process.stderr.count('File "') == num_frames
 
@@ -117,7 +123,9 @@ def test_an_error_has_an_exit_status_and_frames_of_the_user(fault: str, status: 
 def test_an_interactive_session_goes_on() -> None:
     program = "import hybrid_engine\nfrom hybrid_engine import errors\nraise errors.ConfigError([])"
     command = [sys.executable, "-i", "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, input="print('goes on')", check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, input="print('goes on')", check=False
+    )
     assert "goes on" in process.stdout
 
 
@@ -141,14 +149,19 @@ def test_a_failed_rank_prints_its_traceback_and_rank_0_the_cause() -> None:
 
 def test_a_failure_of_rank_0_is_one_line_on_other_ranks() -> None:
     lines = run_and_read(IN_A_PHASE, "first")
-    assert short_lines(lines) == [f"rank {rank} ends by RemoteError; rank 0 prints the cause" for rank in (1, 2)]
+    assert short_lines(lines) == [
+        f"rank {rank} ends by RemoteError; rank 0 prints the cause" for rank in (1, 2)
+    ]
     assert lines.count("LookupError: of rank 0") == 1
 
 
 def test_a_killed_rank_is_one_line_on_other_ranks() -> None:
     lines = run_and_read(IN_A_PHASE, "killed")
     assert "Traceback (most recent call last):" not in lines
-    lost = r"rank [02] ends by LostRankError: checking: rank 1 has ended \(process \d+\)\. The job cannot go on"
+    lost = (
+        r"rank [02] ends by LostRankError: checking: rank 1 has ended \(process \d+\)\. "
+        r"The job cannot go on"
+    )
     assert len(short_lines(lines)) == 2
     assert all(re.fullmatch(lost, line) for line in short_lines(lines)), lines
     assert len(lines) <= 4, lines  # each rank may also print a line of the failure watch
@@ -186,7 +199,10 @@ def with_cause(error: HybridEngineError, cause: BaseException) -> HybridEngineEr
 def test_an_unexplained_lost_rank_is_printed_in_full(
     is_explained: bool, notes: type[Notes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv")
+    cause = RuntimeError(
+        "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
+        "waiting 1000ms for recv"
+    )
     error = with_cause(LostRankError("update: a rank did not respond"), cause)
     assert isinstance(error, LostRankError)
     error.is_explained = is_explained
@@ -194,7 +210,9 @@ def test_an_unexplained_lost_rank_is_printed_in_full(
     assert ("Timed out waiting 1000ms" in capsys.readouterr().err) == (not is_explained)
 
 
-def test_rank_0_flushes_its_output_before_notifying_others(notes: type[Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_flushes_its_output_before_notifying_others(
+    notes: type[Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = io.StringIO()
     held = io.StringIO()
     written = []

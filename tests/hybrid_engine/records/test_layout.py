@@ -62,7 +62,9 @@ def layouts_of_one_buffer(draw: st.DrawFn) -> Layout:
     for _ in range(draw(st.integers(0, 2))):
         start = draw(st.integers(0, 12))
         padding.append(Extent(start, start + draw(st.integers(1, 4))))
-    return Layout(tensors, {BUFFER: Buffer(numel, "float32", padding=tuple(padding))}, tuple(shards))
+    return Layout(
+        tensors, {BUFFER: Buffer(numel, "float32", padding=tuple(padding))}, tuple(shards)
+    )
 
 
 @given(layouts_of_one_buffer())
@@ -84,7 +86,9 @@ def test_coverage_is_exact(layout: Layout) -> None:
         named = [fault for fault in faults if "written more than once" in fault]
         assert len(named) == bool(doubled.size)
         assert all(f"element {doubled[0]} " in fault for fault in named)
-    assert any(" of buffer " in fault for fault in layout_faults(layout, exact=False)) == (not inside)
+    assert any(" of buffer " in fault for fault in layout_faults(layout, exact=False)) == (
+        not inside
+    )
 
 
 @given(cases())
@@ -127,7 +131,11 @@ def test_padding_beyond_the_end_does_not_cover_a_gap() -> None:
 
 def test_only_finer_shapes_refine_a_layout() -> None:
     layout = Layout({"a": (4, 6), "b": (3,), "c": (2, 2)}, {})
-    assert layout.refined({"a": (4, 3, 2), "d": (7,)}).tensors == {"a": (4, 3, 2), "b": (3,), "c": (2, 2)}
+    assert layout.refined({"a": (4, 3, 2), "d": (7,)}).tensors == {
+        "a": (4, 3, 2),
+        "b": (3,),
+        "c": (2, 2),
+    }
     with pytest.raises(PlanError) as caught:
         layout.refined({"a": (6, 4), "b": (1, 3), "c": (5,)})
     assert len(caught.value.findings) == 2

@@ -26,7 +26,11 @@ Index = tuple[int, ...]
 
 
 def elements(region: Region) -> set[Index]:
-    return set(itertools.product(*(range(low, high) for low, high in zip(region.offsets, region.ends, strict=True))))
+    return set(
+        itertools.product(
+            *(range(low, high) for low, high in zip(region.offsets, region.ends, strict=True))
+        )
+    )
 
 
 @st.composite
@@ -37,7 +41,9 @@ def regions(draw: st.DrawFn, num_dims: int) -> Region:
 
 
 def several_regions(smallest: int, largest: int) -> st.SearchStrategy[list[Region]]:
-    return st.integers(0, 3).flatmap(lambda dims: st.lists(regions(dims), min_size=smallest, max_size=largest))
+    return st.integers(0, 3).flatmap(
+        lambda dims: st.lists(regions(dims), min_size=smallest, max_size=largest)
+    )
 
 
 @given(several_regions(2, 2))
@@ -96,7 +102,11 @@ def narrowed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
 def stepped(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
     dim = draw(st.integers(0, tensor.dim() - 1))
     step = draw(st.integers(1, 3))
-    return tensor[tuple([slice(None)] * dim + [slice(draw(st.integers(0, tensor.shape[dim] - 1)), None, step)])]
+    return tensor[
+        tuple(
+            [slice(None)] * dim + [slice(draw(st.integers(0, tensor.shape[dim] - 1)), None, step)]
+        )
+    ]
 
 
 def selected(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +172,9 @@ def destinations(draw: st.DrawFn, shape: Index) -> torch.Tensor:
         strides[dim] = step
         step = step * shape[dim] + draw(st.sampled_from([0, 0, 0, 2]))
     offset = draw(st.integers(0, 3))
-    numel = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numel = (
+        offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    )
     return torch.full((numel,), -1).as_strided(shape, strides, offset)
 
 
@@ -177,7 +189,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 @given(copies())
 @example((torch.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3), torch.full((2, 3), -1)))
 @example((torch.tensor(7), torch.tensor(7), torch.tensor(-1)))
-def test_boxes_copy_what_torch_copies(copy: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def test_boxes_copy_what_torch_copies(
+    copy: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
     assert_boxes_copy(*copy)
 
 
@@ -192,7 +206,9 @@ def test_windows_across_row_ends_are_copied(shape: Index) -> None:
                 assert_boxes_copy(canonical, source, torch.full((width, length), -1))
 
 
-def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+def assert_boxes_copy(
+    canonical: torch.Tensor, source: torch.Tensor, destination: torch.Tensor
+) -> None:
     """Assert that boxes write like torch's copy, each element once, and stay inside the tensor."""
     boxes = boxes_of_copy(tuple(canonical.shape), view_of(source), view_of(destination))
     written = torch.zeros_like(flat(destination))
@@ -206,7 +222,9 @@ def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination
         written.as_strided(box.lengths, box.strides, box.start).add_(1)
     destination.copy_(source)
     assert torch.equal(copied, flat(destination))
-    assert torch.equal(written, (flat(destination) >= 0).long()), "an element is in no box or in several boxes"
+    assert torch.equal(written, (flat(destination) >= 0).long()), (
+        "an element is in no box or in several boxes"
+    )
 
 
 def test_common_copies_are_single_boxes() -> None:
@@ -226,22 +244,36 @@ def test_common_copies_are_single_boxes() -> None:
         assert len(boxes_of_copy((48, 32), view_of(view), view_of(destination))) == 1, name
 
 
-@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3), st.data())
-def test_refined_boxes_have_the_elements_of_the_box(splits: list[Index], data: st.DataObject) -> None:
+@given(
+    st.lists(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
+    ),
+    st.data(),
+)
+def test_refined_boxes_have_the_elements_of_the_box(
+    splits: list[Index], data: st.DataObject
+) -> None:
     shape = tuple(map(math.prod, splits))
     finer = tuple(itertools.chain(*splits))
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    lengths = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    lengths = tuple(
+        data.draw(st.integers(1, size - offset))
+        for size, offset in zip(shape, offsets, strict=True)
+    )
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     buffer = torch.full((math.prod(lengths),), -1)
-    for box in refined_boxes(Region("t", offsets, lengths), contiguous_strides(lengths), tuple(splits)):
+    for box in refined_boxes(
+        Region("t", offsets, lengths), contiguous_strides(lengths), tuple(splits)
+    ):
         part = tensor.view(finer)
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
             part = part.narrow(dim, offset, length)
         place = buffer.as_strided(box.lengths, box.strides, box.start)
         assert (place == -1).all(), "an element is in several boxes"
         place.copy_(part)
-    expected = tensor[tuple(slice(low, low + size) for low, size in zip(offsets, lengths, strict=True))]
+    expected = tensor[
+        tuple(slice(low, low + size) for low, size in zip(offsets, lengths, strict=True))
+    ]
     assert torch.equal(buffer.view(lengths), expected)
 
 
@@ -257,7 +289,9 @@ def test_refined_boxes_have_the_elements_of_the_box(splits: list[Index], data: s
         ((4, 6), (4, 6, 1), None),
     ],
 )
-def test_a_finer_shape_splits_dims(shape: Index, finer: Index, splits: tuple[Index, ...] | None) -> None:
+def test_a_finer_shape_splits_dims(
+    shape: Index, finer: Index, splits: tuple[Index, ...] | None
+) -> None:
     assert splits_of(shape, finer) == splits
 
 

@@ -32,7 +32,15 @@ def contents_of(holdings: Holdings) -> object:
     }
     placed = {
         name: [
-            (part.indices, part.group, box.owners.offsets, box.owners.ranks.tolist(), box.numel, box.start, box.strides)
+            (
+                part.indices,
+                part.group,
+                box.owners.offsets,
+                box.owners.ranks.tolist(),
+                box.numel,
+                box.start,
+                box.strides,
+            )
             for part in parts
             for box in part.boxes
         ]
@@ -58,7 +66,9 @@ def test_ranks_with_the_same_holdings_are_stored_once() -> None:
     table = table_for(EXPERTS)
     counts = []
     for num_ranks in (8, 32):
-        computed = training_side(table, TrainParallelism(num_ranks, tensor=2, pipeline=2, expert=2, expert_tensor=1))
+        computed = training_side(
+            table, TrainParallelism(num_ranks, tensor=2, pipeline=2, expert=2, expert_tensor=1)
+        )
         side = Side.of([computed.layout_of(rank) for rank in range(num_ranks)])
         assert len(side.kinds) == len(first_members(rank_classes(computed)))
         counts.append(len(side.kinds))
@@ -115,14 +125,22 @@ def test_ten_thousand_mutated_messages_raise_only_message_errors() -> None:
 def test_padding_and_exports_are_in_messages() -> None:
     buffer_id = BufferId(0, "b")
     buffer = Buffer(6, "int8", "group", (Extent(4, 6),), exported=True)
-    layout = Layout({"t": (4,)}, {buffer_id: buffer}, (Shard(Region("t", (0,), (4,)), Place(buffer_id, 0, (1,))),))
+    layout = Layout(
+        {"t": (4,)},
+        {buffer_id: buffer},
+        (Shard(Region("t", (0,), (4,)), Place(buffer_id, 0, (1,))),),
+    )
     assert Side.of([layout]).of_rank(0) == layout
 
 
 def test_two_sides_have_the_finer_of_both_shapes() -> None:
     def held(shape: tuple[int, ...], region: Region, strides: tuple[int, ...]) -> Side:
         buffer = BufferId(0, "b")
-        whole = Layout({"t": shape}, {buffer: Buffer(24, "float32")}, (Shard(region, Place(buffer, 0, strides)),))
+        whole = Layout(
+            {"t": shape},
+            {buffer: Buffer(24, "float32")},
+            (Shard(region, Place(buffer, 0, strides)),),
+        )
         return Side.split(whole, 1)
 
     coarse = held((4, 6), Region("t", (0, 2), (4, 2)), (6, 1))
@@ -140,4 +158,6 @@ def test_two_sides_have_the_finer_of_both_shapes() -> None:
                 )
             assert shard == expected
     other = held((8, 3), Region("t", (0, 0), (8, 3)), (3, 1))
-    assert refined_alike(coarse, other) == (coarse, other), "no refinement: the plan reports the shapes"
+    assert refined_alike(coarse, other) == (coarse, other), (
+        "no refinement: the plan reports the shapes"
+    )

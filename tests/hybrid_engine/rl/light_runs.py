@@ -24,7 +24,13 @@ from tests.hybrid_engine.rl.test_prompt_source import Stream
 
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
 SETTINGS: dict[str, Any] = {
-    **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 2, "save_every": 2, "export_every": 2},
+    **{
+        "steps": 4,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "save_every": 2,
+        "export_every": 2,
+    },
     **{"evaluate_every": 1, "keep_best": "accuracy", "log_completions_every": 1},
 }
 OF_ATTEMPTS = {"lock", "tracker-run", "first-checkpoint", "metrics.1.jsonl", "metrics.2.jsonl"}
@@ -40,7 +46,9 @@ class LightWorker(ActorHybridWorker):
     rollout_context = train_context = on_reshard_end = set_learning_rate = lambda *_: nullcontext()  # type: ignore[assignment]
 
     def __init__(self, job: Any, **actor: Any) -> None:
-        self.config = load_config({"model": str(MODEL), "random_weights": True, "actor_config": actor}, 1)
+        self.config = load_config(
+            {"model": str(MODEL), "random_weights": True, "actor_config": actor}, 1
+        )
         self.job = job
         self.value = 1
         self.actor = stand_in().actor

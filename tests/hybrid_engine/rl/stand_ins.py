@@ -22,10 +22,15 @@ def phase(*_: object, **__: object) -> Iterator[None]:
 
 
 AGREEMENT = mock.Mock(
-    phase=phase, gather=lambda value, *_: [value], any_of=lambda flags, *_: flags, rounds=lambda _, steps: [*steps]
+    phase=phase,
+    gather=lambda value, *_: [value],
+    any_of=lambda flags, *_: flags,
+    rounds=lambda _, steps: [*steps],
 )
 AGREEMENT.is_broken = bool
-ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT, timeout_seconds=60.0, close=bool)
+ALONE: Any = SimpleNamespace(
+    rank=0, world_size=1, agreement=AGREEMENT, timeout_seconds=60.0, close=bool
+)
 
 
 def stand_in(micro_batch_size: int = 1, dp_size: int = 1, **attributes: Any) -> Any:

@@ -23,7 +23,12 @@ from hypothesis import strategies as st
 from hybrid_engine import Completion, Sampling, build_batch, pack
 from hybrid_engine.backends.vllm.completing import CompletingEngine, Completions
 from hybrid_engine.backends.vllm.engine_settings import RoutedExperts
-from hybrid_engine.backends.vllm.prompts import ModelTokenizer, check_token_ids, rendering_of, token_ids_of
+from hybrid_engine.backends.vllm.prompts import (
+    ModelTokenizer,
+    check_token_ids,
+    rendering_of,
+    token_ids_of,
+)
 from hybrid_engine.backends.vllm.requests import Request, sampling_params
 from hybrid_engine.errors import ArgumentError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -64,7 +69,11 @@ def conversations(draw: st.DrawFn) -> Conversation:
         context = [*context, *(draw(parts) if number else [])]
         drawn = draw(parts)
         logprobs = tuple(-float(token) for token in drawn)
-        turns.append(Completion(tuple(drawn), logprobs, "stop", prompt_token_ids=tuple(context), temperature=0.7))
+        turns.append(
+            Completion(
+                tuple(drawn), logprobs, "stop", prompt_token_ids=tuple(context), temperature=0.7
+            )
+        )
         context = [*context, *drawn]
     return Conversation(tuple(turns))
 
@@ -81,7 +90,9 @@ def test_batches_contain_all_tokens_and_learn_drawn_ones(sampled: list[Conversat
         last = conversation.turns[-1]
         whole = [*last.prompt_token_ids, *last.token_ids]
         assert [*conversation.prompt_token_ids, *conversation.token_ids] == whole
-        assert [*batch["tokens"][row, :1].tolist(), *batch["labels"][row].tolist()][: len(whole)] == whole
+        assert [*batch["tokens"][row, :1].tolist(), *batch["labels"][row].tolist()][
+            : len(whole)
+        ] == whole
         columns = batch["mask"][row].bool()
         expected = [token for turn in conversation.turns for token in turn.token_ids]
         assert batch["labels"][row][columns].tolist() == expected
@@ -97,7 +108,11 @@ def test_experts_are_those_of_the_turn_that_drew_a_token() -> None:
         context += [1, 2]
         # all tokens so far, but not the last one that is drawn
         routed = RoutedExperts(struct.pack("h", number) * (len(context) + 2), 1, 1)
-        turns.append(Completion((3, 4, 5), (), "stop", prompt_token_ids=tuple(context), routed_experts=routed))
+        turns.append(
+            Completion(
+                (3, 4, 5), (), "stop", prompt_token_ids=tuple(context), routed_experts=routed
+            )
+        )
         context += [3, 4, 5]
     conversation = Conversation(tuple(turns))
     batch = build_batch([conversation.prompt_token_ids], [conversation], 16)
@@ -112,7 +127,9 @@ def test_turns_that_do_not_continue_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt of turn 1"):
         Conversation((first, Completion((7,), (), "stop", prompt_token_ids=(1, 2, 4, 6))))
     with pytest.raises(ValueError, match=r"turn 1 .* 0\.5, .* 1\.0"):
-        Conversation((first, Completion((7,), (), "stop", prompt_token_ids=(1, 2, 4, 5), temperature=0.5)))
+        Conversation(
+            (first, Completion((7,), (), "stop", prompt_token_ids=(1, 2, 4, 5), temperature=0.5))
+        )
 
 
 # -- replies --
@@ -129,7 +146,9 @@ def test_a_reply_equals_the_template_after_an_answer(
     chat = [{"role": "user", "content": "?"}]
     token_ids = tokenizer.encode_chat(chat, rendering)
     for answer, result in turns:
-        (drawn,) = tokenizer.encode([answer + (END if is_ended else "")]) if answer or is_ended else [[]]
+        (drawn,) = (
+            tokenizer.encode([answer + (END if is_ended else "")]) if answer or is_ended else [[]]
+        )
         reply = [{"role": "tool", "content": result}, {"role": "user", "content": "!"}]
         token_ids += [*drawn, *tokenizer.encode_reply(chat, drawn, reply, rendering)]
         chat += [{"role": "assistant", "content": answer}, *reply]
@@ -137,7 +156,8 @@ def test_a_reply_equals_the_template_after_an_answer(
 
 
 BY_LINES = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{{ '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] "
+    "}}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -170,24 +190,32 @@ def test_a_drawn_end_of_turn_is_not_repeated(
     tokenizer = ModelTokenizer(str(tmp_path))
     chat = [{"role": "user", "content": "?"}]
     reply = [{"role": "user", "content": "1"}]
-    token_ids = tokenizer.encode_reply(chat, tokenizer.encode([answer])[0], reply, rendering_of(None, tokenizer))
+    token_ids = tokenizer.encode_reply(
+        chat, tokenizer.encode([answer])[0], reply, rendering_of(None, tokenizer)
+    )
     assert tokenizer.loaded.decode(token_ids) == expected
 
 
 def test_a_template_without_answers_is_refused(tmp_path: Path) -> None:
     save_characters(
-        tmp_path, "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
+        tmp_path,
+        "{% for message in messages if message['role'] == 'user' %}{{ "
+        "message['content'] }}{% endfor %}",
     )
     tokenizer = ModelTokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="leaves out an answer"):
-        tokenizer.encode_reply([{"role": "user", "content": "?"}], [5], [{"role": "user", "content": "!"}], {})
+        tokenizer.encode_reply(
+            [{"role": "user", "content": "?"}], [5], [{"role": "user", "content": "!"}], {}
+        )
 
 
 # -- conversations with a stand-in --
 
 
 class Answers(CompletingEngine):
-    """Answers conversation 0 with "a", 1 with "b" ... and the end of a turn, or with `texts`; records its calls."""
+    """Answers conversation 0 with "a", 1 with "b" ... and the end of a turn, or with `texts`;
+    records its calls.
+    """
 
     def __init__(self, tokenizer: ModelTokenizer, texts: Iterable[str]) -> None:
         super().__init__(ALONE, InferenceParallelism(1), tokenizer)
@@ -203,7 +231,9 @@ class Answers(CompletingEngine):
     def complete(self, requests: Sequence[Request]) -> Completions:
         from vllm import SamplingParams
 
-        decoded = [Asked(request.prompt, decode(request.sampling, SamplingParams)) for request in requests]
+        decoded = [
+            Asked(request.prompt, decode(request.sampling, SamplingParams)) for request in requests
+        ]
         self.calls.append(decoded)
         groups = []
         for request, (_, params) in zip(requests, decoded, strict=True):
@@ -238,13 +268,18 @@ class Engine:
         return self.inference.calls
 
 
-CHATS = [{"prompt": [{"role": "user", "content": text}], "times": times} for text, times in (("x", 0), ("yz", 2))]
+CHATS = [
+    {"prompt": [{"role": "user", "content": text}], "times": times}
+    for text, times in (("x", 0), ("yz", 2))
+]
 CHAT: Any = CHATS[0]["prompt"]
 
 
 def reply_times(prompt: Any) -> Callable[[Completion], Any]:
     """Build an environment that replies `prompt["times"]` times."""
-    return answered_by(*({"role": "user", "content": str(number + 1)} for number in range(prompt["times"])))
+    return answered_by(
+        *({"role": "user", "content": str(number + 1)} for number in range(prompt["times"]))
+    )
 
 
 def answered_by(*replies: Any) -> Callable[[Completion], Any]:
@@ -275,7 +310,9 @@ def test_a_conversation_continues_from_the_drawn_tokens(tokenizer: ModelTokenize
         "<user>yz~\n<assistant>c~\n<user>1~\n<assistant>c~\n<user>2~\n<assistant>c~"
     )
     assert (first.text, first.finish_reason, first.is_cut) == ("c", "stop", False)
-    assert [len(requests) for requests in engine.calls] == [4, 2, 2], "ended conversations generate no more"
+    assert [len(requests) for requests in engine.calls] == [4, 2, 2], (
+        "ended conversations generate no more"
+    )
     seeds = {params.seed for requests in engine.calls for _, params in requests}
     assert len(seeds) == 8, "one seed per turn"
     for conversation in (first, second):
@@ -287,7 +324,9 @@ def test_a_conversation_continues_from_the_drawn_tokens(tokenizer: ModelTokenize
 def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: int) -> None:
     """The environment never ends the conversation."""
     engine = Engine(tokenizer)
-    (conversation,) = held(engine, reply_times, [{**CHATS[0], "times": 1000}], max_tokens=most, min_tokens=1)
+    (conversation,) = held(
+        engine, reply_times, [{**CHATS[0], "times": 1000}], max_tokens=most, min_tokens=1
+    )
     assert len(conversation.token_ids) <= most
     assert conversation.finish_reason == "length"
     assert conversation.is_drawn[-1], "a reply without a following answer is dropped"
@@ -297,7 +336,9 @@ def test_conversations_stay_within_max_tokens(tokenizer: ModelTokenizer, most: i
 
 
 @pytest.mark.parametrize(
-    "reply", [[7] * 2000, "x" * 2000, {"role": "user", "content": "x" * 2000}], ids=["token ids", "text", "messages"]
+    "reply",
+    [[7] * 2000, "x" * 2000, {"role": "user", "content": "x" * 2000}],
+    ids=["token ids", "text", "messages"],
 )
 def test_a_reply_that_exceeds_the_model_ends_only_its_conversation(
     tokenizer: ModelTokenizer,
@@ -314,7 +355,9 @@ def test_a_reply_that_exceeds_the_model_ends_only_its_conversation(
 def test_an_answer_cut_by_max_tokens_per_turn_gets_a_reply(tokenizer: ModelTokenizer) -> None:
     engine = Engine(tokenizer)
     prompts = [{**CHATS[0], "times": 9}]
-    (conversation,) = held(engine, reply_times, prompts, max_tokens=40, min_tokens=3, max_tokens_per_turn=1)
+    (conversation,) = held(
+        engine, reply_times, prompts, max_tokens=40, min_tokens=3, max_tokens_per_turn=1
+    )
     assert [turn.finish_reason for turn in conversation.turns] == ["length"] * 2
     assert tokenizer.loaded.decode(conversation.token_ids) == "a~\n<user>1~\n<assistant>a"
     assert (conversation.is_cut, conversation.finish_reason) == (True, "length")
@@ -336,21 +379,36 @@ def test_each_prompt_keeps_its_sampling_in_every_turn(tokenizer: ModelTokenizer)
     assert of_ours[0].params.seed + 1 == of_ours[1].params.seed
     assert of_theirs.params == sampling_params(theirs)
     for ((prompt, params),) in later:
-        assert (params.n, params.temperature, params.logit_bias, params.seed) == (1, 0.5, {5: 1.0}, None)
+        assert (params.n, params.temperature, params.logit_bias, params.seed) == (
+            1,
+            0.5,
+            {5: 1.0},
+            None,
+        )
         assert params.max_tokens == 50 - (len(prompt) - len(whole.prompt_token_ids))
     assert theirs.max_tokens == 50, "the caller's object does not change"
 
 
 def test_a_text_reply_extends_the_message_of_the_answer(tmp_path: Path) -> None:
     """A template that requires alternating roles then accepts later messages."""
-    refusal = "{% if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('twice') }}{% endif %}"
+    refusal = (
+        "{% if loop.previtem and loop.previtem.role == message.role %}{{ "
+        "raise_exception('twice') }}{% endif %}"
+    )
     save_characters(tmp_path, CHATML.replace("<{{", f"{refusal}<{{{{"))
     replies = ("{c}", [7, 8], {"role": "user", "content": "1"}, "{d}")
     tokenizer = ModelTokenizer(str(tmp_path))
-    (conversation,) = held(Engine(tokenizer), lambda _: answered_by(*replies), [CHAT], max_tokens=90)
+    (conversation,) = held(
+        Engine(tokenizer), lambda _: answered_by(*replies), [CHAT], max_tokens=90
+    )
     messages = [(message["role"], message["content"]) for message in conversation.messages]
     continued = f"a~{{c}}a~{tokenizer.decode([7, 8])}a"
-    assert messages == [("user", "x"), ("assistant", continued), ("user", "1"), ("assistant", "a~{d}a")]
+    assert messages == [
+        ("user", "x"),
+        ("assistant", continued),
+        ("user", "1"),
+        ("assistant", "a~{d}a"),
+    ]
 
 
 HALF = json.loads('"half an emoji \\ud83d"')
@@ -428,7 +486,12 @@ OF_USER = {"role": "user", "content": "x"}
 @pytest.mark.parametrize(
     ("prompts", "reply", "code", "text"),
     [
-        ("chats", raise_error, "callback-failed", f"0: the sandbox is gone. It was raised by {__file__}:"),
+        (
+            "chats",
+            raise_error,
+            "callback-failed",
+            f"0: the sandbox is gone. It was raised by {__file__}:",
+        ),
         ("chats", lambda _: next(iter(())), "callback-failed", "StopIteration"),
         ("chats", lambda _: 5, "invalid-reply", "5"),
         ("chats", lambda _: [99999], "invalid-reply", "99999"),
@@ -441,7 +504,9 @@ OF_USER = {"role": "user", "content": "x"}
 def test_a_failed_environment_is_named(
     tokenizer: ModelTokenizer, prompts: str, reply: Any, code: str, text: str
 ) -> None:
-    elements: list[Any] = [element["prompt"] for element in CHATS] if prompts == "chats" else [[5], [6]]
+    elements: list[Any] = (
+        [element["prompt"] for element in CHATS] if prompts == "chats" else [[5], [6]]
+    )
     calls: list[Any] = []
 
     def environment(prompt: Any) -> Any:
@@ -455,7 +520,8 @@ def test_a_failed_environment_is_named(
 
 
 @pytest.mark.parametrize(
-    ("reply", "code"), [(block, "event-loop-blocked"), (lambda _: time.sleep(3), "callback-timeout")]
+    ("reply", "code"),
+    [(block, "event-loop-blocked"), (lambda _: time.sleep(3), "callback-timeout")],
 )
 def test_a_reply_that_takes_too_long_is_named(
     tokenizer: ModelTokenizer,

@@ -1,4 +1,6 @@
-"""The critic of PPO: advantages, value losses, compared with a plain loop over tokens, and settings."""
+"""The critic of PPO: advantages, value losses, compared with a plain loop over tokens, and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,19 @@ class Model:
 
     def update(self, part: Mapping[str, torch.Tensor], loss: Any) -> dict[str, float]:
         self.parts.append(part)
-        return {name: float(value) for name, value in loss(part, part["old_values"] + VALUE_CHANGE)[1].items()}
+        return {
+            name: float(value)
+            for name, value in loss(part, part["old_values"] + VALUE_CHANGE)[1].items()
+        }
 
 
 def test_a_critic_that_cannot_compute_packed_rows_is_refused() -> None:
     model = Model(torch.zeros(1, 1))
     model.engine.limits.no_packing = "MambaLayer mixes tokens of different sequences"
     build_critic(model, PpoConfig())
-    with pytest.raises(ConfigError, check=has_violation("PpoConfig.pack", "packing-unsupported", "MambaLayer")):
+    with pytest.raises(
+        ConfigError, check=has_violation("PpoConfig.pack", "packing-unsupported", "MambaLayer")
+    ):
         build_critic(model, PpoConfig(pack=True))
 
 
@@ -111,7 +118,10 @@ def test_the_critic_learning_rate_follows_the_schedule_of_the_run() -> None:
         model = Model(values)
         config = PpoConfig(critic_learning_rate=rate, schedule="linear", steps=4, warmup_steps=1)
         build_critic(model, config).learn(
-            {**batch, "weights": weights}, at_last_tokens(rewards, batch["mask"]), 3, torch.Generator()
+            {**batch, "weights": weights},
+            at_last_tokens(rewards, batch["mask"]),
+            3,
+            torch.Generator(),
         )
         assert model.rates == pytest.approx([start, start * config.learning_rate_factor(3)])
 
@@ -127,7 +137,9 @@ def test_rows_fit_the_micro_batches_of_the_critic_too() -> None:
     worker = stand_in(micro_batch_size=2, dp_size=2)
     worker.config.critic_config.micro_batch_size = 3
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 2}
-    refused = has_violation("PpoConfig.minibatches", "not-divisible", "critic_config.micro_batch_size", "8", "6")
+    refused = has_violation(
+        "PpoConfig.minibatches", "not-divisible", "critic_config.micro_batch_size", "8", "6"
+    )
     with pytest.raises(ConfigError, check=refused):
         Loop(worker, ["a"], mock.Mock(), PpoConfig(**sizes))
     Loop(worker, ["a"], mock.Mock(), GrpoConfig(**sizes))

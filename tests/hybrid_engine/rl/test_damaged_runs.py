@@ -63,16 +63,25 @@ RUN_VALUES: dict[str, Any] = {
 ROW_LINES: dict[str, str] = {
     **{f"the row {row}": row for row in ("[]", "5", "null", '"row"', "{}", "no json", "")},
     **{
-        f"the step {step}": f'{{"step": {step}}}' for step in ("true", "1.5", '"20"', "null", "-1", "NaN", "10", "[20]")
+        f"the step {step}": f'{{"step": {step}}}'
+        for step in ("true", "1.5", '"20"', "null", "-1", "NaN", "10", "[20]")
     },
     "a long row": json.dumps({"step": 20, "text": "x" * (1 << 21)}),
 }
 CHECKPOINTS_DAMAGES: dict[str, Damage] = {
-    "a copy beside it": lambda place: shutil.copytree(place / "step-000020", place / "step-000020-best1"),
+    "a copy beside it": lambda place: shutil.copytree(
+        place / "step-000020", place / "step-000020-best1"
+    ),
     "a copy with a number": lambda place: shutil.copytree(place / "step-000020", place / "step-9"),
-    "a copy with a long number": lambda place: shutil.copytree(place / "step-000020", place / "step-0000020"),
-    "a copy with other digits": lambda place: shutil.copytree(place / "step-000020", place / "step-٠٠٠٠٣٠"),
-    "a copy in a copy": lambda place: shutil.copytree(place / "step-000020", place / "step-000020" / "step-000030"),
+    "a copy with a long number": lambda place: shutil.copytree(
+        place / "step-000020", place / "step-0000020"
+    ),
+    "a copy with other digits": lambda place: shutil.copytree(
+        place / "step-000020", place / "step-٠٠٠٠٣٠"
+    ),
+    "a copy in a copy": lambda place: shutil.copytree(
+        place / "step-000020", place / "step-000020" / "step-000030"
+    ),
     "a file in its place": lambda place: (place / "step-000030").write_text(""),
     "a link to nothing in its place": lambda place: (place / "step-000030").symlink_to("nothing"),
     "a pipe in its place": lambda place: os.mkfifo(place / "step-000030"),
@@ -96,7 +105,9 @@ DAMAGES_BY_PATH: Mapping[str, Mapping[str, Damage]] = {
     "checkpoints": CHECKPOINTS_DAMAGES,
 }
 DAMAGES = {
-    f"{path}: {name}": (path, damage) for path, damages in DAMAGES_BY_PATH.items() for name, damage in damages.items()
+    f"{path}: {name}": (path, damage)
+    for path, damages in DAMAGES_BY_PATH.items()
+    for name, damage in damages.items()
 }
 
 
@@ -123,7 +134,9 @@ def resume_run(out: Path) -> None:
             files.complete(Progress({"step": step}))
             files.metrics.append({"step": step})
     steps = [row["step"] for row in files.metrics.rows()]
-    assert steps in ([0, 10, 20, 30, 40], [0, 10, 30, 40], [0, 30, 40], [30, 40]), "the last rows alone may be cut off"
+    assert steps in ([0, 10, 20, 30, 40], [0, 10, 30, 40], [0, 30, 40], [30, 40]), (
+        "the last rows alone may be cut off"
+    )
 
 
 def outcome_of(pristine: Path, out: Path, name: str) -> str:
@@ -149,9 +162,14 @@ def test_damage_is_refused_or_harmless(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "pristine", undamaged)
     resume_run(undamaged)
     outcomes = {
-        name: outcome_of(tmp_path / "pristine", tmp_path / str(number), name) for number, name in enumerate(DAMAGES)
+        name: outcome_of(tmp_path / "pristine", tmp_path / str(number), name)
+        for number, name in enumerate(DAMAGES)
     }
-    defects = {name: outcome for name, outcome in outcomes.items() if not outcome.startswith(("refused", "resumed"))}
+    defects = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if not outcome.startswith(("refused", "resumed"))
+    }
     assert defects == {}
     for name, outcome in outcomes.items():
         file_name = Path(DAMAGES[name][0]).name
@@ -160,12 +178,19 @@ def test_damage_is_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def test_foreign_files_among_checkpoints_stay_and_are_ignored(tmp_path: Path) -> None:
-    for number, name in enumerate(["a copy beside it", "a copy with a number", "the newest is a link"]):
+    for number, name in enumerate(
+        ["a copy beside it", "a copy with a number", "the newest is a link"]
+    ):
         out = tmp_path / str(number)
         make_run(out)
         CHECKPOINTS_DAMAGES[name](out / "checkpoints")
         resume_run(out)
-    names = [sorted(path.name for path in (tmp_path / str(number) / "checkpoints").iterdir()) for number in range(3)]
+    names = [
+        sorted(path.name for path in (tmp_path / str(number) / "checkpoints").iterdir())
+        for number in range(3)
+    ]
     kept = ["step-000000", "step-000040"]
     assert names == [[kept[0], "step-000020-best1", kept[1]], [*kept, "step-9"], kept]
-    assert (tmp_path / "2" / "elsewhere-step-000020" / "progress.json").exists(), "the target of the link"
+    assert (tmp_path / "2" / "elsewhere-step-000020" / "progress.json").exists(), (
+        "the target of the link"
+    )

@@ -41,11 +41,15 @@ def saved_step(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_kill_at_every_step_of_its_work_on_files(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_kill_at_every_step_of_its_work_on_files(
+    whole: dict[str, bytes], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     num_kills = 0
     with mock.patch("os.fsync"):  # only a power cut needs it
-        for num_kills in kill_at_every_step(lambda: run(out), lambda: shutil.rmtree(out, ignore_errors=True)):
+        for num_kills in kill_at_every_step(
+            lambda: run(out), lambda: shutil.rmtree(out, ignore_errors=True)
+        ):
             run(out)
             assert contents(out) == whole, f"killed before step {num_kills}"
     print(f"{num_kills} kills")
@@ -64,7 +68,9 @@ def send(*numbers: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def at(where: str, step: int, act: Callable[..., object], *arguments: Any) -> Callable[[str, int], None]:
+def at(
+    where: str, step: int, act: Callable[..., object], *arguments: Any
+) -> Callable[[str, int], None]:
     """Return an `on_call` that acts in one place and step."""
     return lambda place, number: act(*arguments) if (place, number) == (where, step) else None  # type: ignore[return-value]
 
@@ -135,13 +141,23 @@ SAVED = {"prompts": 2, "evaluate": 3, "on_step": 3, "should_stop": 2}
 def test_a_failure_of_one_rank_is_known_on_all_and_costs_no_step(tmp_path: Path, case: str) -> None:
     where, rank = case.split()
     error = CAUSE if rank == "1" else SystemExit(str(CAUSE))
-    with closing(Job.join(60)) as job, pytest.raises(HybridEngineError, match=re.escape(str(CAUSE))):
-        run(tmp_path, job, on_call=at(where if str(job.rank) == rank else "", 3, fail, error), save_every=100)
+    with (
+        closing(Job.join(60)) as job,
+        pytest.raises(HybridEngineError, match=re.escape(str(CAUSE))),
+    ):
+        run(
+            tmp_path,
+            job,
+            on_call=at(where if str(job.rank) == rank else "", 3, fail, error),
+            save_every=100,
+        )
     assert saved_step(tmp_path) == SAVED[where]
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    """`train` reads the progress before the engines are built; their files have checksums of their own."""
+    """`train` reads the progress before the engines are built; their files have checksums of their
+    own.
+    """
     run(tmp_path)
     paths = [path for path in RunFiles(tmp_path).checkpoint(4).iterdir() if path.is_file()]
     assert {path.name for path in paths} == {"checksums.json", "progress.json", "prompts.pt"}
@@ -150,7 +166,9 @@ def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
-    clock = itertools.count(0, 10.0)  # minutes, read as a step begins, when it was learned, and saved
+    clock = itertools.count(
+        0, 10.0
+    )  # minutes, read as a step begins, when it was learned, and saved
     # Of the loop alone: other threads read the clock, too.
     with mock.patch("hybrid_engine.rl.loop.time", mock.Mock(monotonic=lambda: 60 * next(clock))):
         run(
@@ -166,7 +184,9 @@ def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixt
     assert headings == "    step    reward   length  logp diff  switch s  seconds      left"
     left = ["0:00:02", "0:00:01", "0:00:00", "-"]
     seen = [line.split() for line in lines]
-    assert [(words[0], words[6]) for words in seen] == [(f"{n}/4", left[n - 1]) for n in range(1, 5)]
+    assert [(words[0], words[6]) for words in seen] == [
+        (f"{n}/4", left[n - 1]) for n in range(1, 5)
+    ]
     assert [words[-2] for words in seen] == ["accuracy"] * 4, "figures of the user"
     assert last == f"4 steps; the model is in {tmp_path}/model"
 

@@ -34,7 +34,13 @@ LENGTH = 64
 PROMPTS = [[first, 3, 4] for first in range(5, 12)]
 SERVED = {"servers": ["http://127.0.0.1:1"], "release_weights": False, "server_max_lag": 2}
 SETTINGS: Values = {
-    **{"steps": 5, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 48, "learning_rate": 3e-3},
+    **{
+        "steps": 5,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "max_tokens": 48,
+        "learning_rate": 3e-3,
+    },
     **{"epochs": 1, "minibatches": 2, "save_every": 100, "log_completions_every": 1},
 }
 TOLERANCE = 1e-4
@@ -54,10 +60,17 @@ def run(served: Served, out: Path, settings: Values, killed: Path | None = None)
     drawn: list[Any] = []
 
     def reward(prompt: list[int], completion: Completion) -> float:
-        drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs)))
+        drawn.append(
+            (*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs))
+        )
         return sum(token % 2 for token in completion.token_ids) / 4
 
-    generate = {"release_weights": False, "server_max_lag": 2, "verify": "off", "max_model_len": LENGTH}
+    generate = {
+        "release_weights": False,
+        "server_max_lag": 2,
+        "verify": "off",
+        "max_model_len": LENGTH,
+    }
     model, url = served
     config = config_of(model, [url], {"seq_length": LENGTH, "micro_batch_size": 2}, **generate)
     with ActorHybridWorker(config) as worker:
@@ -72,7 +85,14 @@ def run(served: Served, out: Path, settings: Values, killed: Path | None = None)
                 shutil.copytree(out, killed)
 
         export()
-        rows = train(worker, PROMPTS, reward, GrpoConfig(**{**SETTINGS, **settings}), out=out, on_step=on_step)
+        rows = train(
+            worker,
+            PROMPTS,
+            reward,
+            GrpoConfig(**{**SETTINGS, **settings}),
+            out=out,
+            on_step=on_step,
+        )
     return Run(rows, drawn)
 
 
@@ -90,20 +110,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @on_engines(1)
 def test_steps_are_drawn_ahead(served: Served, tmp_path: Path) -> None:
     """No token is older than the bound, and only its version's weights give its probability."""
-    assert all("staleness_max" not in row for row in run(served, tmp_path / "0", {"max_staleness": 0}).rows)
+    assert all(
+        "staleness_max" not in row for row in run(served, tmp_path / "0", {"max_staleness": 0}).rows
+    )
     rows = run(served, tmp_path / "2", {"max_staleness": 2}).rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[0]["staleness_max"] == 0
     assert max(row["staleness_max"] for row in rows) in (1, 2)
     assert all(0 <= row["staleness_mean"] <= row["staleness_max"] <= 2 for row in rows)
-    assert all(row["generation_wait_seconds"] >= 0 and 0 <= row["queue_length"] <= 3 for row in rows)
+    assert all(
+        row["generation_wait_seconds"] >= 0 and 0 <= row["queue_length"] <= 3 for row in rows
+    )
     lines = [
         (step, json.loads(line))
         for step in range(1, 6)
-        for line in (tmp_path / "2" / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        for line in (tmp_path / "2" / "completions" / f"step-{step:06d}.jsonl")
+        .read_text()
+        .splitlines()
     ]
-    samples: Any = [SimpleNamespace(prompt=line["prompt"], tokens=line["token_ids"]) for _, line in lines]
-    log_probs = {version: replay(str(tmp_path / f"2-v{version}"), samples) for version in range(0, 10, 2)}
+    samples: Any = [
+        SimpleNamespace(prompt=line["prompt"], tokens=line["token_ids"]) for _, line in lines
+    ]
+    log_probs = {
+        version: replay(str(tmp_path / f"2-v{version}"), samples) for version in range(0, 10, 2)
+    }
     distinct = 0
     for number, (step, line) in enumerate(lines):
         versions = torch.tensor(line["weight_versions"])
@@ -112,7 +142,9 @@ def test_steps_are_drawn_ahead(served: Served, tmp_path: Path) -> None:
         received = torch.tensor(line["logprobs"])
         for version in set(versions.tolist()):
             is_own = versions == version
-            assert torch.allclose(log_probs[version][number][0][is_own], received[is_own], rtol=0, atol=TOLERANCE)
+            assert torch.allclose(
+                log_probs[version][number][0][is_own], received[is_own], rtol=0, atol=TOLERANCE
+            )
         newest = log_probs[2 * (step - 1)][number][0]
         distinct += not torch.allclose(newest, received, rtol=0, atol=TOLERANCE)
     assert distinct > 0  # some tokens are stale indeed

@@ -28,12 +28,35 @@ pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
 CONFIG: Values = {
-    **{"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 6, "temperature": 0.8},
-    **{"epochs": 2, "minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
-    **{"kl_coefficient": 0.01, "importance_cap": 2.0, "clip_ratio_high": 0.3, "evaluate_every": 2, "save_every": 2},
+    **{
+        "steps": 3,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_tokens": 6,
+        "temperature": 0.8,
+    },
+    **{
+        "epochs": 2,
+        "minibatches": 2,
+        "learning_rate": 1e-2,
+        "schedule": "cosine",
+        "warmup_steps": 1,
+    },
+    **{
+        "kl_coefficient": 0.01,
+        "importance_cap": 2.0,
+        "clip_ratio_high": 0.3,
+        "evaluate_every": 2,
+        "save_every": 2,
+    },
 }
 CONFIG_OF_TURNS = {**CONFIG, "max_tokens_per_turn": 2}
-CONFIG_OF_PPO = {**CONFIG, "critic_warmup_steps": 1, "critic_epochs": 2, "critic_learning_rate": 2e-2}
+CONFIG_OF_PPO = {
+    **CONFIG,
+    "critic_warmup_steps": 1,
+    "critic_epochs": 2,
+    "critic_learning_rate": 2e-2,
+}
 
 
 def reward(prompt: Mapping[str, Any], completion: Completion) -> float:
@@ -68,7 +91,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @on_engines({2: ["grpo", "ppo", "ppo with FSDP2"]})
-def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_path: Path, case: str) -> None:
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(
+    model: Path, tmp_path: Path, case: str
+) -> None:
     """Run at once, then stop after step 1, fail in step 3 and resume."""
     algorithm = GrpoConfig if case == "grpo" else PpoConfig
     settings = CONFIG_OF_TURNS if case == "grpo" else CONFIG_OF_PPO
@@ -82,7 +107,9 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_pat
         worker.on_reshard_end(reports.append)
         hooks = list(worker.sharding._end_hooks)
 
-        def run(name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any) -> list[Values]:
+        def run(
+            name: str, reward: Any, stops: bool = False, begins: bool = True, **changed: Any
+        ) -> list[Values]:
             if begins:
                 with worker.train_context():
                     worker.load_checkpoint(tmp_path / "start")
@@ -92,7 +119,13 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_pat
                 places["environment"] = reply_once
             done: list[Values] = []
             return train(
-                worker, PROMPTS, reward, config, **places, on_step=done.append, should_stop=lambda: stops and bool(done)
+                worker,
+                PROMPTS,
+                reward,
+                config,
+                **places,
+                on_step=done.append,
+                should_stop=lambda: stops and bool(done),
             )
 
         def refused(name: str, reward: Any, **changed: Any) -> HybridEngineError:
@@ -106,7 +139,9 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_run(model: Path, tmp_pat
         assert not (tmp_path / "resumed" / "model").exists()
         failing_reward.calls = 0
         failed = refused("resumed", failing_reward)
-        assert "nan for prompt 5, completion 0" in str(failed), "rank 1 has the text of rank 0's error"
+        assert "nan for prompt 5, completion 0" in str(failed), (
+            "rank 1 has the text of rank 0's error"
+        )
         same_worker = refused("resumed", reward, begins=False)
         # The worker has the weights of step 2, not of step 0.
         assert violations_of(same_worker) == [("model", "different-reference")]
@@ -135,7 +170,9 @@ def check_rows(out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Val
         trained = whole[1:]
         assert "policy_loss" not in whole[0], "the first step trains only the critic"
         assert whole[0]["explained_variance"] == 0, "the value head starts with zeros"
-        assert [row["weight_version"] for row in whole] == [whole[0]["weight_version"] + more for more in (0, 4, 8)]
+        assert [row["weight_version"] for row in whole] == [
+            whole[0]["weight_version"] + more for more in (0, 4, 8)
+        ]
         assert all(row["value_loss"] > 0 and row["explained_variance"] <= 1 for row in whole)
         assert whole[2]["value_loss"] < whole[0]["value_loss"]
     for row in whole:
@@ -151,7 +188,9 @@ def check_rows(out: Path, algorithm: type[GrpoConfig | PpoConfig], settings: Val
     assert [row["learning_rate"] for row in whole] == pytest.approx([0.01, 0.0075, 0.0025])
     assert ["last_token" in row for row in whole] == [False, True, True]
     assert all(row["turns"] > 1.5 for row in whole if "max_tokens_per_turn" in settings)
-    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], "an evaluation needs another switch"
+    assert whole[0]["bytes_received"] < whole[1]["bytes_received"], (
+        "an evaluation needs another switch"
+    )
     assert [path.name for path in (out / "resumed" / "checkpoints").iterdir()] == ["step-000003"]
     assert (out / "resumed" / "model" / "config.json").exists()
 
@@ -170,19 +209,37 @@ def check_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | 
     def record_answers(*arguments: Any, **options: Any) -> Any:
         outputs = generate(*arguments, **options)
         for output in outputs:
-            answered.update((tuple(output.prompt_token_ids), tuple(answer.token_ids)) for answer in output.outputs)
+            answered.update(
+                (tuple(output.prompt_token_ids), tuple(answer.token_ids))
+                for answer in output.outputs
+            )
         return outputs
 
     def reward(prompt: Any, conversation: Conversation) -> float:
-        conversations.append([(turn.prompt_token_ids, turn.token_ids) for turn in conversation.turns])
+        conversations.append(
+            [(turn.prompt_token_ids, turn.token_ids) for turn in conversation.turns]
+        )
         return sum(token % 3 for turn in conversation.turns for token in turn.token_ids)
 
-    settings = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 26, "temperature": 0.8}
+    settings = {
+        "steps": 2,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "max_tokens": 26,
+        "temperature": 0.8,
+    }
     # Half of all tokens end an answer, so that conversations have different lengths.
     config = algorithm(**settings, minibatches=2, stop_token_ids=list(range(0, 100, 2)))
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in ("x", "yz")]
     with mock.patch.object(worker.inference.llm, "generate", record_answers):
-        rows = train(worker, chats, reward, config, environment=reply_twice, chat_template_kwargs={"suffix": ""})
+        rows = train(
+            worker,
+            chats,
+            reward,
+            config,
+            environment=reply_twice,
+            chat_template_kwargs={"suffix": ""},
+        )
     assert of_all_ranks(rows)[0] == rows
     of_both = set().union(*of_all_ranks(answered))
     if worker.rank:
@@ -195,7 +252,10 @@ def check_conversations(worker: ActorHybridWorker, algorithm: type[GrpoConfig | 
         for row in rows:
             assert row["logprob_diff"] < 1e-4
             assert 1 <= row["turns"] <= 3
-            drawn = [sum(len(answer) for _, answer in turns) for turns in conversations[8 * (row["step"] - 1) :][:8]]
+            drawn = [
+                sum(len(answer) for _, answer in turns)
+                for turns in conversations[8 * (row["step"] - 1) :][:8]
+            ]
             assert row["response_tokens"] == pytest.approx(sum(drawn) / 8)
     check_failures(worker, chats)
 
@@ -216,7 +276,9 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
         before = converse(worker, chats, sampling, reply_twice)
         with pytest.raises(HybridEngineError, match="max_tokens") as unbounded:
             converse(worker, chats, own_sampling, reply_twice)
-        with pytest.raises(HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d") as failed:
+        with pytest.raises(
+            HybridEngineError, match=r"ZeroDivisionError for prompt \d, completion \d"
+        ) as failed:
             converse(worker, chats, sampling, failing)
         # The other rank raises RemoteError with the text of this rank's error.
         codes = [violations_of(error.value) for error in (unbounded, failed)]
@@ -231,7 +293,9 @@ def rows_of(out: Path) -> list[dict[str, float]]:
     """Return the rows of a run without times and memory."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     measured = ("seconds", "rss_bytes", "peak_bytes")
-    return [{key: value for key, value in row.items() if not key.endswith(measured)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.endswith(measured)} for row in rows
+    ]
 
 
 @pytest.mark.parametrize(
@@ -252,12 +316,29 @@ def test_all_wrong_keys_are_named() -> None:
         ("GrpoConfig.samples_per_prompt", "wrong-value"),
         ("GrpoConfig.keep_best", "wrong-value"),
         ("GrpoConfig.max_staleness", "wrong-value"),
-        *((f"GrpoConfig.{name}", "unknown-key") for name in ("clipratio", "beta", "max_new_tokens")),
+        *(
+            (f"GrpoConfig.{name}", "unknown-key")
+            for name in ("clipratio", "beta", "max_new_tokens")
+        ),
     )
     with pytest.raises(ConfigError, check=refused) as caught:
-        GrpoConfig(samples_per_prompt=1, keep_best="", max_staleness=-1, clipratio=0.1, beta=0.1, max_new_tokens=8)
-    remedies = {violation.key.removeprefix("GrpoConfig."): violation.remedy for violation in caught.value.findings}
-    for name, suggestion in (("clipratio", "clip_ratio"), ("beta", "kl_coefficient"), ("max_new_tokens", "max_tokens")):
+        GrpoConfig(
+            samples_per_prompt=1,
+            keep_best="",
+            max_staleness=-1,
+            clipratio=0.1,
+            beta=0.1,
+            max_new_tokens=8,
+        )
+    remedies = {
+        violation.key.removeprefix("GrpoConfig."): violation.remedy
+        for violation in caught.value.findings
+    }
+    for name, suggestion in (
+        ("clipratio", "clip_ratio"),
+        ("beta", "kl_coefficient"),
+        ("max_new_tokens", "max_tokens"),
+    ):
         assert suggestion in remedies[name]
 
 
@@ -267,10 +348,16 @@ def test_aliases_of_other_frameworks_map_to_existing_keys() -> None:
 
 
 def test_settings_of_turns_are_passed_on() -> None:
-    loop = Loop(stand_in(), "ab", mock.Mock(), GrpoConfig(max_tokens_per_turn=5), environment=mock.Mock())
+    loop = Loop(
+        stand_in(), "ab", mock.Mock(), GrpoConfig(max_tokens_per_turn=5), environment=mock.Mock()
+    )
     with mock.patch("hybrid_engine.rl.group_queue.Conversations") as conversations:
         loop.queue.draw([7], ["a"], Sampling())
-    assert conversations.call_args.kwargs == {"max_tokens_per_turn": 5, "names": [7], "goes_on": False}
+    assert conversations.call_args.kwargs == {
+        "max_tokens_per_turn": 5,
+        "names": [7],
+        "goes_on": False,
+    }
 
 
 def loop_without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
@@ -279,7 +366,11 @@ def loop_without_engines(prompts: Any = "abcde", **settings: Any) -> Loop:
 
 @pytest.mark.slow  # imports vLLM
 def test_each_step_of_each_run_has_its_own_seed() -> None:
-    seeds = [loop_without_engines(seed=seed).queue.sampling(step).seed for seed in (0, 1) for step in range(1, 6)]
+    seeds = [
+        loop_without_engines(seed=seed).queue.sampling(step).seed
+        for seed in (0, 1)
+        for step in range(1, 6)
+    ]
     assert len(set(seeds)) == 10
 
 
@@ -313,7 +404,9 @@ def test_advantages_and_loss_may_be_user_functions() -> None:
     assert advantages_by([[-1.0, 1.0]]).tolist() == [[0, -1, 0], [0, 1, 1]]
     assert advantages_by(mask).equal(mask)
     for wrong, words in ((torch.zeros(2), "(2,)"), (torch.tensor([[0.0, torch.nan]]), "finite")):
-        with pytest.raises(ArgumentError, check=has_violation("advantages", "wrong-advantages", words)):
+        with pytest.raises(
+            ArgumentError, check=has_violation("advantages", "wrong-advantages", words)
+        ):
             advantages_by(wrong)
 
 
@@ -342,13 +435,30 @@ def test_figures_of_ranks_and_phases_are_combined() -> None:
     started = []
     worker = loop.worker
     worker.reports_cover_all_ranks = False
-    of_rank_1 = {"bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1, "reshard_seconds": 1.0}
-    worker.job.agreement.gather = lambda values, *_: [values, {**dict.fromkeys(values, 0), **of_rank_1}]
+    of_rank_1 = {
+        "bytes_received": 5,
+        "bytes_least": 4,
+        "peak_bytes": 3,
+        "rss_bytes": 1,
+        "reshard_seconds": 1.0,
+    }
+    worker.job.agreement.gather = lambda values, *_: [
+        values,
+        {**dict.fromkeys(values, 0), **of_rank_1},
+    ]
     loop._meter = meter = StepMeter(lambda phase, step: started.append((phase, step)))
-    values: Values = {**dict.fromkeys(ReshardReport.__dataclass_fields__, 0), "direction": "train->infer"}
+    values: Values = {
+        **dict.fromkeys(ReshardReport.__dataclass_fields__, 0),
+        "direction": "train->infer",
+    }
     meter.begin(3)
     for seconds, received, peak in ((0.5, 100, 7), (0.25, 20, 9)):
-        numbers = {"seconds": seconds, "bytes_received": received, "bytes_least": received, "peak_bytes": peak}
+        numbers = {
+            "seconds": seconds,
+            "bytes_received": received,
+            "bytes_least": received,
+            "peak_bytes": peak,
+        }
         meter.count(ReshardReport(**{**values, "seconds_by_phase": {}, **numbers}))
         with meter.phase("update"):
             pass
@@ -358,8 +468,16 @@ def test_figures_of_ranks_and_phases_are_combined() -> None:
     assert (row["reshard_seconds"], row["update_seconds"] > 0) == (1.0, True)
     assert row["rss_bytes"] > 10_000_000
     more = loop.finish({"step": 3, **row}, lambda worker: {"accuracy": 1})
-    assert (more["accuracy"], more["evaluate_seconds"] > 0, more["seconds"] > row["seconds"]) == (1.0, True, True)
-    assert (more["bytes_received"], more["peak_bytes"], more["update_seconds"]) == (130, 9, row["update_seconds"])
+    assert (more["accuracy"], more["evaluate_seconds"] > 0, more["seconds"] > row["seconds"]) == (
+        1.0,
+        True,
+        True,
+    )
+    assert (more["bytes_received"], more["peak_bytes"], more["update_seconds"]) == (
+        130,
+        9,
+        row["update_seconds"],
+    )
     assert combine_ranks([row, row], are_totals=True)["bytes_received"] == 125
 
 

@@ -81,12 +81,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(model: Path, out: Path) -> Iterator[Run]:
-    """Yield a function that trains with a reward, and checks that the rows are those of all ranks."""
-    with workers.build_worker(model, {"tensor_model_parallel_size": 2, "micro_batch_size": 4}) as worker:
+    """Yield a function that trains with a reward, and checks that rows are those of all ranks."""
+    with workers.build_worker(
+        model, {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
+    ) as worker:
 
-        def run(name: str, reward: Any, advantages: Any = None, prompts: Any = PROMPTS, **changed: Any) -> list[Values]:
+        def run(
+            name: str, reward: Any, advantages: Any = None, prompts: Any = PROMPTS, **changed: Any
+        ) -> list[Values]:
             config = GrpoConfig(**{**CONFIG, **changed})
-            rows = train(worker, prompts, reward, config, out=out / name, evaluate=evaluate, advantages=advantages)
+            rows = train(
+                worker,
+                prompts,
+                reward,
+                config,
+                out=out / name,
+                evaluate=evaluate,
+                advantages=advantages,
+            )
             assert of_all_ranks(rows)[0] == rows
             return rows
 
@@ -105,7 +117,11 @@ def test_several_rewards_and_rows_of_completions(model: Path, tmp_path: Path) ->
     with running(model, tmp_path) as run:
         initial, *steps = run(
             "several",
-            {"parity": parity, "odd": is_odd_prompt, "first": BatchReward(share, on_all_ranks=True)},
+            {
+                "parity": parity,
+                "odd": is_odd_prompt,
+                "first": BatchReward(share, on_all_ranks=True),
+            },
             reward_weights={"first": 0.5},
             evaluate_first=True,
             entropy_coefficient=0.1,
@@ -125,10 +141,16 @@ def test_several_rewards_and_rows_of_completions(model: Path, tmp_path: Path) ->
     checkpoints = tmp_path / "several" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000002"]
     for step, row in enumerate(steps, start=1):
-        lines = (tmp_path / "several" / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        lines = (
+            (tmp_path / "several" / "completions" / f"step-{step:06d}.jsonl")
+            .read_text()
+            .splitlines()
+        )
         samples = [json.loads(line) for line in lines]
         assert len(samples) == 8
-        assert sum(sample["reward"] for sample in samples) / 8 == pytest.approx(row["reward"], abs=1e-6)
+        assert sum(sample["reward"] for sample in samples) / 8 == pytest.approx(
+            row["reward"], abs=1e-6
+        )
         assert {sample["weight_version"] for sample in samples} == {step - 1}
         assert samples[0]["rewards"].keys() == {"parity", "odd", "first"}
         assert sum(sample["advantage"] for sample in samples) == pytest.approx(0, abs=1e-4)
@@ -151,12 +173,16 @@ def test_settings_of_a_loop(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path) as run:
         for prompts, are_others in ((PROMPTS, True), (PROMPTS[:2], False)):
             drawn.clear()
-            (redrawn,) = run(f"redrawn {are_others}", constant_at_first, prompts=prompts, redraws=1, steps=1)
+            (redrawn,) = run(
+                f"redrawn {are_others}", constant_at_first, prompts=prompts, redraws=1, steps=1
+            )
             assert redrawn["reward"] > 0
             if dist.get_rank() == 0:
                 assert len(drawn) == 16, "both groups agreed at first"
                 assert drawn[:8] != drawn[8:], "with another seed"
-                first, second = ([prompts.index(prompt) for prompt, _ in part] for part in (drawn[:8], drawn[8:]))
+                first, second = (
+                    [prompts.index(prompt) for prompt, _ in part] for part in (drawn[:8], drawn[8:])
+                )
                 assert set(first).isdisjoint(second) == are_others
         penalized = run(
             "kl in the reward",
@@ -182,4 +208,6 @@ def test_settings_of_a_loop(model: Path, tmp_path: Path) -> None:
         for name, failing in (("failed", Worked(12)), ("failed batch", BatchReward(Interrupted()))):
             with pytest.raises(HybridEngineError, match="the judge is away"):
                 run(name, failing)
-            assert [row["step"] for row in run(name, parity)] == [2], "step 1 was saved when the reward failed"
+            assert [row["step"] for row in run(name, parity)] == [2], (
+                "step 1 was saved when the reward failed"
+            )

@@ -1,4 +1,6 @@
-"""Advantages and losses, compared with examples worked out by hand and with the papers' formulas in float64."""
+"""Advantages and losses, compared with examples worked out by hand and with the papers' formulas in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -43,32 +45,50 @@ LOSS = losses.policy_loss(0.2, 0.3, clip_ratio_high=0.4, importance_cap=1.1)
 def random_batch(seed: int, rows: int = 8, length: int = 5) -> tuple[TensorDict, torch.Tensor]:
     """Return completions of 1 to `length` tokens, and new log-probabilities; float64."""
     generator = torch.Generator().manual_seed(seed)
-    first, old, sampled, ref, entropy = -torch.rand(5, rows, length, generator=generator, dtype=torch.float64)
+    first, old, sampled, ref, entropy = -torch.rand(
+        5, rows, length, generator=generator, dtype=torch.float64
+    )
     lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
     batch = {
         "tokens": torch.arange(rows)[:, None].expand(rows, length),
         "mask": (torch.arange(length) < lengths).double(),
         "advantages": torch.randn(rows, generator=generator, dtype=torch.float64),
-        **{"old_log_probs": old, "sampled_log_probs": sampled, "ref_log_probs": ref, "entropy": entropy},
+        **{
+            "old_log_probs": old,
+            "sampled_log_probs": sampled,
+            "ref_log_probs": ref,
+            "entropy": entropy,
+        },
     }
     # Ratios reach the bound of dual clip, 3.
     return batch, 1 + 2 * first
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.sampled_from([1, 2, 4, 8]))
-def test_the_loss_does_not_depend_on_micro_batches(seed: int, aggregation: Aggregation, size: int) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["token", "sequence", "constant"]),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_the_loss_does_not_depend_on_micro_batches(
+    seed: int, aggregation: Aggregation, size: int
+) -> None:
     """The mean over micro batches of `size` rows, as in an update, with its gradient."""
     batch, log_probs = random_batch(seed)
     (whole,) = losses.minibatches(batch, 1, torch.Generator(), aggregation, 7)
     new = log_probs[whole["tokens"][:, 0]].requires_grad_()
     parts = [
-        LOSS({name: tensor[start : start + size] for name, tensor in whole.items()}, new[start : start + size])
+        LOSS(
+            {name: tensor[start : start + size] for name, tensor in whole.items()},
+            new[start : start + size],
+        )
         for start in range(0, 8, size)
     ]
     loss = torch.stack([loss for loss, _ in parts]).mean()
     kl = torch.stack([report["kl"] for _, report in parts]).mean()
     expected, report = LOSS(whole, new)
-    assert (loss.item(), kl.item()) == pytest.approx((expected.item(), report["kl"].item()), rel=1e-9)
+    assert (loss.item(), kl.item()) == pytest.approx(
+        (expected.item(), report["kl"].item()), rel=1e-9
+    )
     (gradient,) = torch.autograd.grad(loss, new)
     (whole_gradient,) = torch.autograd.grad(expected, new)
     torch.testing.assert_close(gradient, whole_gradient)
@@ -96,12 +116,16 @@ def to_go(step: Step) -> Lists:
 
 
 def by_group(of_group: Callable[[list[float]], list[float]]) -> Callable[[Step], Lists]:
-    """Return the advantages of tokens, by those of a group's rewards minus all penalties of a completion."""
+    """Return the advantages of tokens, by those of a group's rewards minus all penalties of a
+    completion.
+    """
 
     def advantages(step: Step) -> Lists:
         totals = [row[0] for row in to_go(step)]
         of_rows = of_group(totals[:4]) + of_group(totals[4:])
-        return [[advantage] * len(row) for advantage, row in zip(of_rows, step.penalties, strict=True)]
+        return [
+            [advantage] * len(row) for advantage, row in zip(of_rows, step.penalties, strict=True)
+        ]
 
     return advantages
 
@@ -125,7 +149,10 @@ def over_tokens(rows: Lists, *, scaled: bool = True) -> Lists:
 
 
 def by_critic(step: Step) -> Lists:
-    earned = [[before - after for before, after in zip(row, [*row[1:], 0.0], strict=True)] for row in to_go(step)]
+    earned = [
+        [before - after for before, after in zip(row, [*row[1:], 0.0], strict=True)]
+        for row in to_go(step)
+    ]
     return [by_definition(*pair, 1.0, 0.95)[0] for pair in zip(earned, step.values, strict=True)]
 
 
@@ -168,7 +195,11 @@ FORMULAS = {
     "Dr. GRPO": Formula(by_group(centred), aggregation="constant"),
     "DAPO": Formula(gain=clipped(high=0.28)),
     "GSPO": Formula(gain=clipped(3e-4, 4e-4), aggregation="sequence", has_one_ratio=True),
-    "CISPO": Formula(gain=lambda ratio, advantage, log_prob: ratio.clamp(max=1.999).detach() * advantage * log_prob),
+    "CISPO": Formula(
+        gain=lambda ratio, advantage, log_prob: (
+            ratio.clamp(max=1.999).detach() * advantage * log_prob
+        )
+    ),
     "RLOO": Formula(by_group(without_own)),
     "REINFORCE++": Formula(lambda step: over_tokens(to_go(step))),
     "REINFORCE++ with the group's mean": Formula(lambda step: over_tokens(by_group(centred)(step))),
@@ -178,12 +209,17 @@ FORMULAS = {
     "k2": Formula(settings={"kl_coefficient": 0.3, "kl_estimator": "k2"}),
     "k3 in the reward": Formula(settings={"kl_coefficient": 0.3, "kl_place": "reward"}),
     "the step's mean, not scaled": Formula(
-        lambda step: over_tokens(to_go(step), scaled=False), settings={"baseline": "step", "scale_rewards": "none"}
+        lambda step: over_tokens(to_go(step), scaled=False),
+        settings={"baseline": "step", "scale_rewards": "none"},
     ),
     "importance sampling": Formula(settings={"importance_cap": 1.1}),
-    "importance of tokens, masked": Formula(settings={"importance_cap": 1.1, "above_importance_cap": "mask"}),
+    "importance of tokens, masked": Formula(
+        settings={"importance_cap": 1.1, "above_importance_cap": "mask"}
+    ),
     "importance of sequences": Formula(settings=OF_SEQUENCES),
-    "importance of sequences, masked": Formula(settings={**OF_SEQUENCES, "above_importance_cap": "mask"}),
+    "importance of sequences, masked": Formula(
+        settings={**OF_SEQUENCES, "above_importance_cap": "mask"}
+    ),
     "importance of few": Formula(settings={"importance_cap": 1.1, "importance_veto": 0.7}),
     "veto alone": Formula(settings={"importance_veto": 0.7}),
     "entropy": Formula(settings={"entropy_coefficient": 0.5}),
@@ -197,9 +233,13 @@ KL = {
 
 def documented() -> dict[str, dict[str, Any]]:
     """Return algorithm -> settings, of the table of algorithms in docs/rl.md."""
-    rows = re.findall(r"^\| (.+) \((?:arXiv )?\d+\.\d+\) \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.+) \((?:arXiv )?\d+\.\d+\) \| (.*) \|$", DOCS.read_text(), re.MULTILINE
+    )
     return {
-        name: {key: ast.literal_eval(value) for key, value in re.findall(r"`(\w+)=([^`]+)`", settings)}
+        name: {
+            key: ast.literal_eval(value) for key, value in re.findall(r"`(\w+)=([^`]+)`", settings)
+        }
         for name, settings in rows
     }
 
@@ -239,9 +279,13 @@ def loss_by_formula(formula: Formula, config: Any, batch: Any, new: torch.Tensor
 @pytest.mark.parametrize("name", sorted({*documented(), *FORMULAS}))
 @given(seed=st.integers(0, 10**6))
 def test_algorithms_are_the_formulas_of_their_papers(name: str, seed: int) -> None:
-    """Advantages, loss and gradient in float64; completions have gaps, as of replies between two turns."""
+    """Advantages, loss and gradient in float64; completions have gaps, as of replies between two
+    turns.
+    """
     formula = FORMULAS[name]
-    config: Any = (PpoConfig if name == "PPO" else GrpoConfig)(**documented().get(name, formula.settings))
+    config: Any = (PpoConfig if name == "PPO" else GrpoConfig)(
+        **documented().get(name, formula.settings)
+    )
     batch, new = random_batch(seed)
     mask = batch["mask"]
     mask[:, 1:] *= batch["old_log_probs"][:, 1:] < -0.3
@@ -259,7 +303,10 @@ def test_algorithms_are_the_formulas_of_their_papers(name: str, seed: int) -> No
 
     coefficient = config.kl_coefficient if config.kl_place == "reward" else 0.0
     kl = coefficient * KL[config.kl_estimator](batch["ref_log_probs"] - batch["sampled_log_probs"])
-    of_tokens = [[row[drawn].tolist() for row, drawn in zip(rows, mask.bool(), strict=True)] for rows in (kl, values)]
+    of_tokens = [
+        [row[drawn].tolist() for row, drawn in zip(rows, mask.bool(), strict=True)]
+        for rows in (kl, values)
+    ]
     expected = formula.advantages(Step(rewards.flatten().tolist(), *of_tokens))
     flat = torch.tensor([value for row in expected for value in row], dtype=torch.float64)
     torch.testing.assert_close(batch["advantages"][mask == 1], flat)
@@ -275,8 +322,12 @@ def test_algorithms_are_the_formulas_of_their_papers(name: str, seed: int) -> No
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)
     if not formula.has_one_ratio:
         change = (new - batch["old_log_probs"])[mask == 1].exp() - 1
-        is_clipped = (change < -config.clip_ratio) | (change > (config.clip_ratio_high or config.clip_ratio))
-        assert report["clip_fraction"].item() == pytest.approx(is_clipped.double().mean().item(), rel=1e-6)
+        is_clipped = (change < -config.clip_ratio) | (
+            change > (config.clip_ratio_high or config.clip_ratio)
+        )
+        assert report["clip_fraction"].item() == pytest.approx(
+            is_clipped.double().mean().item(), rel=1e-6
+        )
 
 
 def test_truncated_completions_have_no_weight_in_the_loss() -> None:
@@ -308,7 +359,9 @@ def test_log_probs_are_aligned_with_their_tokens() -> None:
     batch = build_batch([[5, 6, 7, 8], [1, 2, 3, 4, 5]], [[9, 9], [8, 8, 8]], seq_length=8)
     aligned = losses.align_log_probs([[-1.0, -2.0], [-3.0, -4.0, -5.0]], batch)
     assert aligned.tolist() == [[0, 0, 0, -1, -2, 0, 0, 0], [0, 0, 0, 0, -3, -4, -5, 0]]
-    with pytest.raises(BatchError, check=has_violation("values", "wrong-length", "[3, 2]", "[2, 3]")):
+    with pytest.raises(
+        BatchError, check=has_violation("values", "wrong-length", "[3, 2]", "[2, 3]")
+    ):
         losses.align_log_probs([[-3.0, -4.0, -5.0], [-1.0, -2.0]], batch)
 
 
@@ -327,7 +380,9 @@ def test_packed_rows_are_refused_if_rows_must_be_sequences(seq_length: int, code
 
 def test_minibatches_are_a_partition() -> None:
     rows = list(range(12))
-    batch = build_batch([[row] for row in rows], [[row] * (1 + row % 3) for row in rows], seq_length=5)
+    batch = build_batch(
+        [[row] for row in rows], [[row] * (1 + row % 3) for row in rows], seq_length=5
+    )
     parts = losses.minibatches(batch, 3, torch.Generator().manual_seed(0))
     assert [len(part["tokens"]) for part in parts] == [4, 4, 4]
     shuffled = torch.cat([part["tokens"][:, 0] for part in parts]).tolist()

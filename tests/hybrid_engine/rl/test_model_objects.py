@@ -1,4 +1,4 @@
-"""Runs of `train` with a model of transformers, perhaps wrapped by PEFT, in place of a directory."""
+"""Runs of `train` with a model of transformers or PEFT in place of a directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [[first, 3, 4] for first in range(5, 10)]
 SETTINGS: Values = {
-    **{"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "minibatches": 2},
+    **{
+        "steps": 2,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "max_tokens": 4,
+        "minibatches": 2,
+    },
     **{"learning_rate": 1e-2, "kl_coefficient": 0.01, "evaluate_every": 1},
 }
 
@@ -48,8 +54,15 @@ def loaded(model: Path, dtype: str = "float32") -> Any:
 
 def adapted(model: Path, dtype: str = "float32", **settings: Any) -> Any:
     torch.manual_seed(7)  # of A; B is zero
-    values = {"r": 4, "lora_dropout": 0.5, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
-    return peft.get_peft_model(loaded(model, dtype), peft.LoraConfig(task_type="CAUSAL_LM", **values))
+    values = {
+        "r": 4,
+        "lora_dropout": 0.5,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        **settings,
+    }
+    return peft.get_peft_model(
+        loaded(model, dtype), peft.LoraConfig(task_type="CAUSAL_LM", **values)
+    )
 
 
 def reward(prompt: list[int], completion: Completion) -> float:
@@ -57,7 +70,10 @@ def reward(prompt: list[int], completion: Completion) -> float:
 
 
 def evaluate(worker: ActorHybridWorker) -> dict[str, float]:
-    return {"moments": len(worker.actor.engine.optimizer.inner.state), "is_apart": worker.adapter is not None}
+    return {
+        "moments": len(worker.actor.engine.optimizer.inner.state),
+        "is_apart": worker.adapter is not None,
+    }
 
 
 def run(
@@ -109,12 +125,16 @@ def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, ca
     if rank == 0 and case != "whole":
         # PEFT loads the adapters, and transformers the sums.
         merged = peft.PeftModel.from_pretrained(loaded(model, dtype), adapters).merge_and_unload()
-        torch.testing.assert_close(merged.state_dict(), loaded(tmp_path / "run" / "model", dtype).state_dict())
+        torch.testing.assert_close(
+            merged.state_dict(), loaded(tmp_path / "run" / "model", dtype).state_dict()
+        )
 
 
 @on_engines(1)
 def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Path) -> None:
-    with mock.patch.object(actor, "build_sharded_model", wraps=actor.build_sharded_model) as build_copy:
+    with mock.patch.object(
+        actor, "build_sharded_model", wraps=actor.build_sharded_model
+    ) as build_copy:
         rows = run(adapted(model), tmp_path / "whole")
         build_copy.assert_not_called()
         with mock.patch.object(FsdpAdaptor, "adapters_add_nothing", False):
@@ -141,7 +161,11 @@ def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Pa
         (lambda path: torch.nn.Linear(2, 2), {}, "model wrong-value"),
         (lambda path: loaded(path).requires_grad_(False), {}, "model nothing-is-trained"),
         (lambda path: loaded(path, "bfloat16"), {}, "model not-float32"),
-        (lambda path: adapted(path, "bfloat16", target_modules=["embed_tokens"]), {}, "model several-dtypes"),
+        (
+            lambda path: adapted(path, "bfloat16", target_modules=["embed_tokens"]),
+            {},
+            "model several-dtypes",
+        ),
         (
             lambda path: adapted(path, "bfloat16"),
             {"critic_config": {}},
@@ -152,7 +176,11 @@ def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Pa
             adapted,
             {
                 "random_weights": True,
-                "actor_config": {"fsdp": None, "params_dtype": "bfloat16", "frozen_parameters": ["embedding.*"]},
+                "actor_config": {
+                    "fsdp": None,
+                    "params_dtype": "bfloat16",
+                    "frozen_parameters": ["embedding.*"],
+                },
             },
             "actor_config.frozen_parameters conflicting-keys; actor_config.fsdp conflicting-keys; "
             "actor_config.params_dtype conflicting-keys; random_weights conflicting-keys",

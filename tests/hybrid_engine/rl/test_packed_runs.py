@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [[7, 3, 4], [8] * 12, [9, 9, 3, 4, 5, 6]]
 SETTINGS: Values = {
-    **{"steps": 2, "prompts_per_step": 3, "samples_per_prompt": 4, "max_tokens": 8, "learning_rate": 1e-3},
+    **{
+        "steps": 2,
+        "prompts_per_step": 3,
+        "samples_per_prompt": 4,
+        "max_tokens": 8,
+        "learning_rate": 1e-3,
+    },
     "stop_token_ids": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 ALGORITHMS = {
@@ -35,7 +41,16 @@ ALGORITHMS = {
     ),
 }
 EQUAL = ("reward", "reward_std", "response_tokens", "truncated", "groups_agreeing")
-CLOSE = ("loss", "policy_loss", "kl", "entropy", "grad_norm", "value_loss", "clip_fraction", "explained_variance")
+CLOSE = (
+    "loss",
+    "policy_loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "value_loss",
+    "clip_fraction",
+    "explained_variance",
+)
 
 
 def reward(_prompt: Any, completion: Completion) -> float:

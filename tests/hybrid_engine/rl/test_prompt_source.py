@@ -15,7 +15,9 @@ from tests.harness.errors import has_violation, violated
 
 
 class Stream:
-    """A stream with a place. Like an IterableDataset, it begins each pass at the place that it loaded last."""
+    """A stream with a place. Like an IterableDataset, it begins each pass at the place that it
+    loaded last.
+    """
 
     def __init__(self, size: int, has_passes: bool = False) -> None:
         self._size = size
@@ -85,7 +87,9 @@ def test_errors_of_a_stream_name_the_prompts() -> None:
         def __iter__(self) -> Iterator[str]:
             raise ConnectionError("no network")
 
-    with pytest.raises(ArgumentError, check=has_violation("prompts", "stream-failed", "no network")):
+    with pytest.raises(
+        ArgumentError, check=has_violation("prompts", "stream-failed", "no network")
+    ):
         source_of(Broken(3), 1, seed=0).take(1)
 
 
@@ -109,7 +113,9 @@ def test_a_place_that_cannot_be_read_again_is_refused_in_the_first_step() -> Non
         source_of(Opaque(3), 1, seed=0).take(1)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", None, {"pass": 1}, {"pass": 0, "state": {"offset": 7}}])
+@pytest.mark.parametrize(
+    "content", [b"", b"text", None, {"pass": 1}, {"pass": 0, "state": {"offset": 7}}]
+)
 def test_a_damaged_place_is_named(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "prompts.pt"
     if isinstance(content, bytes):
@@ -124,7 +130,9 @@ def test_a_damaged_place_is_named(tmp_path: Path, content: Any) -> None:
 def test_each_pass_over_a_list_has_another_order() -> None:
     source = source_of("abcde", 2, seed=0)
     taken = [source.take(step) for step in range(1, 11)]
-    assert all("abcde"[index] == prompt for step in taken for index, prompt in zip(*step, strict=True))
+    assert all(
+        "abcde"[index] == prompt for step in taken for index, prompt in zip(*step, strict=True)
+    )
     drawn = "".join(prompt for _, prompts in taken for prompt in prompts)
     passes = {drawn[start : start + 5] for start in range(0, 20, 5)}
     assert {"".join(sorted(prompts)) for prompts in passes} == {"abcde"}
@@ -135,7 +143,9 @@ def test_each_pass_over_a_list_has_another_order() -> None:
 def test_a_prompt_function_must_return_one_step_of_prompts() -> None:
     source = source_of(lambda step: [step] * min(step, 2), 2, seed=0)
     assert source.take(7) == (range(2), [7, 7])
-    with pytest.raises(ArgumentError, check=has_violation("prompts", "wrong-length", "1 for step 1", "Return 2")):
+    with pytest.raises(
+        ArgumentError, check=has_violation("prompts", "wrong-length", "1 for step 1", "Return 2")
+    ):
         source.take(1)
 
 

@@ -50,10 +50,17 @@ class WithoutTokenizer:
 def sample(**changed: Any) -> ScoredCompletion:
     completion = SimpleNamespace(text="[red] 4", token_ids=(1, 2, 3), finish_reason="stop")
     values = {"prompt": {"prompt": "2 + 2", "answer": 4}, "completion": completion, "reward": 1.0}
-    return ScoredCompletion(**{**values, "rewards": {"exact": 1.0}, "advantage": 0.5, "weight_version": 7, **changed})
+    return ScoredCompletion(
+        **{**values, "rewards": {"exact": 1.0}, "advantage": 0.5, "weight_version": 7, **changed}
+    )
 
 
-COLUMNS = {"file": "a\ud800", "image": b"\xff" * 9, "pixels": torch.zeros(300, 300), "\udfff": torch.ones(2)}
+COLUMNS = {
+    "file": "a\ud800",
+    "image": b"\xff" * 9,
+    "pixels": torch.zeros(300, 300),
+    "\udfff": torch.ones(2),
+}
 
 
 def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
@@ -75,7 +82,12 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     }
     assert (second["text"], second["reward"], second["rewards"]) == ("", None, {"exact": None})
     # JSON does not have these.
-    assert third["columns"] == {"file": "a?", "image": "bytes of 9", "pixels": "Tensor of 300", "?": [1.0, 1.0]}
+    assert third["columns"] == {
+        "file": "a?",
+        "image": "bytes of 9",
+        "pixels": "Tensor of 300",
+        "?": [1.0, 1.0],
+    }
 
 
 def test_a_table_has_different_prompts_first() -> None:
@@ -145,7 +157,8 @@ def test_prometheus_reads_the_last_row(tmp_path: Path) -> None:
     record("prometheus", tmp_path, first, {"step": 2, "reward": 0.75})
     text = (tmp_path / "metrics.prom").read_text()
     values = {
-        family.name: family.samples[0].value for family in prometheus_client.parser.text_string_to_metric_families(text)
+        family.name: family.samples[0].value
+        for family in prometheus_client.parser.text_string_to_metric_families(text)
     }
     assert values == {"hybrid_engine_step": 2.0, "hybrid_engine_reward": 0.75}
 
@@ -157,8 +170,12 @@ class Faulty:
         self.add = self.close = lambda *_, **__: act()
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit(0), KeyboardInterrupt()])
-def test_a_tracker_that_fails_ends_no_run(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no network"), SystemExit(0), KeyboardInterrupt()]
+)
+def test_a_tracker_that_fails_ends_no_run(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise error
 
@@ -167,7 +184,9 @@ def test_a_tracker_that_fails_ends_no_run(error: BaseException, caplog: pytest.L
     tracker.close()
     for what in ("step 7", "the end"):
         assert f"wandb has not recorded {what}: {error}" in caplog.text
-    with pytest.raises(ArgumentError, check=has_violation("trackers", "callback-failed", type(error).__name__)):
+    with pytest.raises(
+        ArgumentError, check=has_violation("trackers", "callback-failed", type(error).__name__)
+    ):
         SafeTracker("wandb", fail)  # type: ignore[arg-type]
 
 
@@ -191,7 +210,10 @@ def test_a_tracker_that_hangs_costs_its_own_rows(
     ("fault", "text"),
     [
         # As after a mismatch of protobuf.
-        (mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}), "tensorboard has not recorded step 1"),
+        (
+            mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}),
+            "tensorboard has not recorded step 1",
+        ),
         (file_size_limit(400), "File too large"),
     ],
 )
@@ -218,8 +240,13 @@ def test_names_of_runs_can_be_read_again(tmp_path: Path, name: str) -> None:
 
 
 def test_trackers_are_checked(tmp_path: Path) -> None:
-    with mock.patch("importlib.util.find_spec", lambda name: None if name == "mlflow" else object()):
-        codes = [violation.code for violation in tracker_violations(["mlflow", "wandb", "tensorboard", "x"], None)]
+    with mock.patch(
+        "importlib.util.find_spec", lambda name: None if name == "mlflow" else object()
+    ):
+        codes = [
+            violation.code
+            for violation in tracker_violations(["mlflow", "wandb", "tensorboard", "x"], None)
+        ]
     assert codes == ["tracker-not-installed", "needs-out", "unknown-tracker"]
     assert list(tracker_violations(["tensorboard"], tmp_path)) == []
 
@@ -248,7 +275,9 @@ def test_children_end_by_a_signal_as_ever() -> None:
 @pytest.mark.parametrize(
     ("is_broken", "numbers"), [(True, "signal.SIGTERM,"), (False, "signal.SIGINT, signal.SIGTERM")]
 )
-def test_a_rank_ends_at_once_if_another_has_failed_or_by_a_second_signal(is_broken: bool, numbers: str) -> None:
+def test_a_rank_ends_at_once_if_another_has_failed_or_by_a_second_signal(
+    is_broken: bool, numbers: str
+) -> None:
     program = f"""
 import os, signal, time
 from hybrid_engine.rl.stop_signals import StopSignals
@@ -301,9 +330,16 @@ def test_handlers_of_the_program_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("log_prob", "mask", "numbers"),
-    [(0, 1, ()), (2e-6, 1, ("1 of 12 drawn", "2e-06 nats", "for CPUs")), (torch.nan, 1, ("nan",)), (torch.nan, 0, ())],
+    [
+        (0, 1, ()),
+        (2e-6, 1, ("1 of 12 drawn", "2e-06 nats", "for CPUs")),
+        (torch.nan, 1, ("nan",)),
+        (torch.nan, 0, ()),
+    ],
 )
-def test_exact_rollouts_have_no_difference(log_prob: float, mask: int, numbers: tuple[str, ...]) -> None:
+def test_exact_rollouts_have_no_difference(
+    log_prob: float, mask: int, numbers: tuple[str, ...]
+) -> None:
     """One token of many is enough, which a share in float32 would not show."""
     drawn = torch.zeros(3, 4)
     batch = {"mask": torch.ones(3, 4), "sampled_log_probs": drawn, "old_log_probs": drawn.clone()}
@@ -314,14 +350,16 @@ def test_exact_rollouts_have_no_difference(log_prob: float, mask: int, numbers: 
         require_exact(batch, torch.device("cpu"))
 
 
-# -- lines, table and bar of a run, in a file and in a pseudo-terminal ------------------------------
+# -- lines, table and bar of a run, in a file and in a pseudo-terminal
+# ------------------------------
 
 OF_A_TERMINAL = """
 import os
 from hybrid_engine.rl.terminal import Column, Terminal
 
 megabytes = Column("MB", "nbytes", ".1f", 4, 1e-6)
-terminal = Terminal([Column("step", "step", "", 5), Column("reward", "reward", ".3f", 7), megabytes])
+columns = [Column("step", "step", "", 5), Column("reward", "reward", ".3f", 7), megabytes]
+terminal = Terminal(columns)
 terminal.print("built [bold]")
 with terminal:
     for step in (1, 2):

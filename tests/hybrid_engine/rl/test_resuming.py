@@ -25,7 +25,13 @@ pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [[first, 3, 4] for first in range(5, 10)]
 SETTINGS: Values = {
-    **{"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4, "save_every": 2},
+    **{
+        "steps": 4,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "max_tokens": 4,
+        "save_every": 2,
+    },
     **{"minibatches": 2, "learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
 }
 KILLED_AFTER = 3
@@ -56,7 +62,9 @@ def run(
     drawn: list[tuple[Any, ...]] = []
 
     def reward(prompt: list[int], completion: Completion) -> float:
-        drawn.append((*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs or ())))
+        drawn.append(
+            (*prompt, *completion.token_ids, *(value.hex() for value in completion.logprobs or ()))
+        )
         return sum(token % 2 for token in completion.token_ids) / 4
 
     with workers.build_worker(model, TRAINERS[trainer]) as worker:
@@ -65,10 +73,20 @@ def run(
             if killed is not None and worker.rank == 0 and row["step"] == KILLED_AFTER:
                 shutil.copytree(out, killed)
 
-        train(worker, PROMPTS, reward, GrpoConfig(**SETTINGS, kl_coefficient=kl), out=out, on_step=copy_run)
+        train(
+            worker,
+            PROMPTS,
+            reward,
+            GrpoConfig(**SETTINGS, kl_coefficient=kl),
+            out=out,
+            on_step=copy_run,
+        )
         with worker.train_context():
             state = training_state(worker.train)
-            state |= {"generator": digest(torch.get_rng_state()), "version": str(worker.train.version)}
+            state |= {
+                "generator": digest(torch.get_rng_state()),
+                "version": str(worker.train.version),
+            }
     torch.rand(7)  # a new process has another random state
     return drawn, state
 
@@ -76,7 +94,10 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
-    ["fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora"))],
+    [
+        "fsdp2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "megatron-lora")),
+    ],
 )
 def test_a_resumed_run_is_bit_identical(
     engines: Ranks,
@@ -100,13 +121,18 @@ def resume_bit_by_bit(model: Path, out: Path, trainer: str) -> None:
         assert read_lines(whole) == read_lines(killed)
         assert len(read_lines(whole)) == SETTINGS["steps"]
         assert read_weights(whole) == read_weights(killed) != {}
-        assert all(0 < row["reshard_fill_seconds"] < row["reshard_seconds"] for row in RunFiles(whole).metrics.rows())
+        assert all(
+            0 < row["reshard_fill_seconds"] < row["reshard_seconds"]
+            for row in RunFiles(whole).metrics.rows()
+        )
 
 
 @pytest.mark.slow
 @on_engines(2)
 def test_a_run_goes_on_in_another_layout(model: Path, tmp_path: Path) -> None:
-    """The weights are equal, so the next step draws the same; then gradients are summed in another order."""
+    """The weights are equal, so the next step draws the same; then gradients are summed in another
+    order.
+    """
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     drawn, _ = run("megatron", model, whole, killed, kl=0.0)

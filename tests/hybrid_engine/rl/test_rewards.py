@@ -1,4 +1,6 @@
-"""Rewards by several functions: weights, retries, completions that are left out, penalties for length."""
+"""Rewards by several functions: weights, retries, completions that are left out, penalties for
+length.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PROMPTS = ["p", "q"]
 
 
 def completions(texts: list[list[str]] = GROUPS) -> list[list[Any]]:
-    return [[SimpleNamespace(text=text, token_ids=[0] * len(text)) for text in group] for group in texts]
+    return [
+        [SimpleNamespace(text=text, token_ids=[0] * len(text)) for text in group] for group in texts
+    ]
 
 
 def compute(rewards: Rewards, groups: list[list[Any]] | None = None, **settings: Any) -> Scores:
@@ -59,11 +63,15 @@ def test_a_function_of_the_batch_is_called_once() -> None:
         assert scores.totals.tolist() == [[1, 2], [3, 4]]
         assert (scores.by_name, scores.figures()) == ({}, {})
     assert calls == [["p", "p", "q", "q"]] * 2
-    with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", "4 completions")):
+    with pytest.raises(
+        ArgumentError, check=has_violation("reward", "wrong-length", "4 completions")
+    ):
         compute(BatchReward(lambda prompts, batch: [1.0]))
 
 
-@pytest.mark.parametrize("returned", [dict.fromkeys(range(4), 1.0), set(range(4)), bytes(4), "four"])
+@pytest.mark.parametrize(
+    "returned", [dict.fromkeys(range(4), 1.0), set(range(4)), bytes(4), "four"]
+)
 def test_rewards_without_an_order_are_refused(returned: Any) -> None:
     kind = f"a {type(returned).__name__} of 4"
     with pytest.raises(ArgumentError, check=has_violation("reward", "wrong-length", kind)):
@@ -83,7 +91,9 @@ def test_sums_are_bounded_as_rewards_are(other: float) -> None:
 
 
 def test_a_completion_without_any_reward_is_refused() -> None:
-    none = has_violation("reward", "invalid-reward", "prompt 0, completion 0; prompt 0, completion 1")
+    none = has_violation(
+        "reward", "invalid-reward", "prompt 0, completion 0; prompt 0, completion 1"
+    )
     with pytest.raises(ArgumentError, check=none):
         compute({"first": is_long, "second": is_long})
     with pytest.raises(ArgumentError, check=has_violation("reward", "invalid-reward", "2 of 4")):
@@ -107,11 +117,15 @@ class Unreliable:
         return self(prompt, completion)
 
 
-AWAY = has_violation("reward", "callback-failed", "a call with", "the judge is away", f"by {__file__}:")
+AWAY = has_violation(
+    "reward", "callback-failed", "a call with", "the judge is away", f"by {__file__}:"
+)
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])
-def test_a_reward_that_fails_is_called_again(is_awaited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_fails_is_called_again(
+    is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def function(reward: Unreliable) -> Any:
         return reward.later if is_awaited else reward
 
@@ -128,10 +142,14 @@ def test_a_reward_that_fails_is_called_again(is_awaited: bool, monkeypatch: pyte
     for retries in (0, 1, 2):
         with pytest.raises(ArgumentError, check=AWAY):
             compute(function(Unreliable(100)), reward_retries=retries)
-    skipped = compute(function(Unreliable(0, hopeless="bb")), reward_failures="skip", reward_retries=1)
+    skipped = compute(
+        function(Unreliable(0, hopeless="bb")), reward_failures="skip", reward_retries=1
+    )
     assert skipped.totals[0].isnan().tolist() == [False, True]
     assert skipped.totals[1].tolist() == [3, 4]
-    with pytest.raises(ArgumentError, check=has_violation("reward", "callback-failed", "all 4 completions")):
+    with pytest.raises(
+        ArgumentError, check=has_violation("reward", "callback-failed", "all 4 completions")
+    ):
         compute(function(Unreliable(100)), reward_failures="skip")
 
 
@@ -143,7 +161,10 @@ def test_an_iterator_of_a_batch_reward_fails_as_its_function() -> None:
     for failures in ("end", "skip"):
         with pytest.raises(ArgumentError, check=AWAY):
             compute(BatchReward(scores), reward_failures=failures)
-    assert compute(BatchReward(lambda prompts, batch: map(float, range(4)))).totals.tolist() == [[0, 1], [2, 3]]
+    assert compute(BatchReward(lambda prompts, batch: map(float, range(4)))).totals.tolist() == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_a_completion_that_one_of_several_functions_failed_for_is_left_out() -> None:
@@ -175,7 +196,9 @@ def test_equal_rewards_have_no_advantage(value: float, baseline: Any, scale: Any
 def test_a_completion_that_is_left_out_counts_in_no_advantage(baseline: Any, scale: Any) -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0, math.nan], [0.0, 5.0, 1.0, math.nan]])
     mask = torch.ones(8, 1)
-    expected = token_advantages(rewards[:, :3], 0 * mask[:6], mask[:6], baseline=baseline, scale=scale)
+    expected = token_advantages(
+        rewards[:, :3], 0 * mask[:6], mask[:6], baseline=baseline, scale=scale
+    )
     advantages = token_advantages(rewards, 0 * mask, mask, baseline=baseline, scale=scale)
     torch.testing.assert_close(advantages.view(2, 4)[:, :3], expected.view(2, 3))
     assert not advantages[3::4].any()

@@ -71,7 +71,8 @@ OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
         ({"baseline": "step", "advantages": print}, "GrpoConfig.baseline has-no-effect"),
         (
             {"algorithm": PpoConfig, "advantages": print, "reward_failures": "skip"},
-            "advantages conflicting-keys; PpoConfig.reward_failures conflicting-keys; critic_config needs-critic",
+            "advantages conflicting-keys; PpoConfig.reward_failures "
+            "conflicting-keys; critic_config needs-critic",
         ),
         ({"enviroment": print}, "enviroment unknown-argument"),
         ({"reward": lambda completion: 1.0}, "reward wrong-signature"),
@@ -82,7 +83,10 @@ OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
         ({"reward": {"length": 5}}, "reward length not-callable"),
         *(({name: lambda: {}}, f"{name} wrong-signature") for name in OF_NOTHING),
         ({"should_stop": lambda row: False}, "should_stop wrong-signature"),
-        ({"prompts": late, **LATE}, "; ".join(f"{name} coroutine-function" for name in ("prompts", *LATE))),
+        (
+            {"prompts": late, **LATE},
+            "; ".join(f"{name} coroutine-function" for name in ("prompts", *LATE)),
+        ),
         ({"trackers": ["wand"]}, "trackers unknown-tracker"),
         ({"trackers": "wandb"}, "trackers not-a-list"),
         (
@@ -95,7 +99,9 @@ OF_NOTHING = ("evaluate", "on_step", "loss", "environment", "advantages")
         ),
     ],
 )
-def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], violations: str) -> None:
+def test_arguments_that_would_end_a_run_are_refused(
+    arguments: dict[str, Any], violations: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         start(**arguments)
     assert sorted(map(" ".join, violations_of(caught.value))) == sorted(violations.split("; "))
@@ -104,7 +110,9 @@ def test_arguments_that_would_end_a_run_are_refused(arguments: dict[str, Any], v
 
 
 def test_a_wrong_configuration_is_named_with_the_arguments() -> None:
-    refused = has_violations(("configuration", "unreadable-file"), ("prompts", "coroutine-function"))
+    refused = has_violations(
+        ("configuration", "unreadable-file"), ("prompts", "coroutine-function")
+    )
     with pytest.raises(ConfigError, check=refused):
         train("no such configuration", late, lambda prompt, completion: 1.0, GrpoConfig())  # type: ignore[arg-type]
 
@@ -117,7 +125,9 @@ def test_chats_need_a_template_and_valid_messages(tmp_path: Path) -> None:
         start(model=model, prompts=[CHAT], stop=("x",))
 
 
-def test_a_full_disk_is_seen_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_seen_before_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     out = tmp_path / "new" / "run"
     with violated(ConfigError, ("out", "disk-full")) as caught:
@@ -176,7 +186,9 @@ def test_valid_arguments_reach_the_engines(name: str, value: Any) -> None:
         ({"max_position_embeddings": None}, 2**31),
     ],
 )
-def test_lengths_are_bounded_by_what_the_engines_may_accept(changed: dict[str, Any], bound: int) -> None:
+def test_lengths_are_bounded_by_what_the_engines_may_accept(
+    changed: dict[str, Any], bound: int
+) -> None:
     config = json.loads((MODEL / "config.json").read_text())
     engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
     with mock.patch.object(type(engines), "hf_config", return_value=config | changed):

@@ -23,7 +23,11 @@ from hybrid_engine.rl.trackers import Events
 from tests.harness.errors import has_violation, has_violations, refused
 from tests.harness.values import Values
 
-SETTINGS: Values = {"world_size": 2, "actor_config": {"lr": 0.1}, "rl_config": {"seed": 0, "epochs": 1}}
+SETTINGS: Values = {
+    "world_size": 2,
+    "actor_config": {"lr": 0.1},
+    "rl_config": {"seed": 0, "epochs": 1},
+}
 
 
 def begun(out: Path, settings: Values = SETTINGS, **options: Any) -> RunFiles:
@@ -56,8 +60,12 @@ def step_names(run: RunFiles) -> list[str]:
     return sorted(path.name.removeprefix("step-") for path in run.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize(("num_kept", "expected"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])])
-def test_the_first_and_the_newest_checkpoints_are_kept(run: RunFiles, num_kept: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("num_kept", "expected"), [(1, ["000000", "000030"]), (2, ["000000", "000020", "000030"])]
+)
+def test_the_first_and_the_newest_checkpoints_are_kept(
+    run: RunFiles, num_kept: int, expected: list[str]
+) -> None:
     run = RunFiles(run.out, num_kept=num_kept)
     complete(run, 30)
     assert step_names(run) == expected
@@ -74,7 +82,9 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, is_lowest_best: bool, expec
     for step, accuracy in rows.items():
         complete(run, step)
         run.metrics.append({"step": step, "accuracy": accuracy})
-        run.metrics.append({"step": step + 1, "reward": 1.0})  # without a checkpoint, and without the column
+        run.metrics.append(
+            {"step": step + 1, "reward": 1.0}
+        )  # without a checkpoint, and without the column
     assert step_names(run) == [expected, "000060"]
     assert run.best_step() == int(expected)
     # The rows decide, so a resumed run goes on with the best checkpoint of the run before.
@@ -90,7 +100,9 @@ def test_options_that_may_change_are_not_compared(tmp_path: Path) -> None:
     changed = [f"GrpoConfig.{name}" for name in ("schedule", "steps", "temperature")]
     with pytest.raises(ConfigError, check=has_differences(*changed)):
         run.check(GrpoConfig(seed=1, temperature=0.5, schedule="cosine").shared())
-    with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", "of GrpoConfig, not of PpoConfig")):
+    with pytest.raises(
+        ConfigError, check=has_violation("out", "not-a-run", "of GrpoConfig, not of PpoConfig")
+    ):
         run.check(PpoConfig(seed=1).shared())
 
 
@@ -106,8 +118,18 @@ NOW: Values = {**SETTINGS, "rl_config": {**RL, "clip": 0.2}, "critic": CRITIC}
         ({}, DEFAULTS, "", ""),
         ({"rl_config": {**RL, "clip": 0.3}}, DEFAULTS, "rl_config.clip", "has 0.2, this one 0.3"),
         ({}, {**DEFAULTS, "rl_config": {}}, "rl_config.clip", "has None, this one 0.2"),
-        ({"critic": {"lr": 0.5, "lora": {"rank": 8}}}, DEFAULTS, "critic.lora", "has None, this one {"),
-        ({"rl_config": {"seed": 0, "clip": 0.2}}, DEFAULTS, "rl_config.epochs", "has 1, this one None"),
+        (
+            {"critic": {"lr": 0.5, "lora": {"rank": 8}}},
+            DEFAULTS,
+            "critic.lora",
+            "has None, this one {",
+        ),
+        (
+            {"rl_config": {"seed": 0, "clip": 0.2}},
+            DEFAULTS,
+            "rl_config.epochs",
+            "has 1, this one None",
+        ),
     ],
 )
 def test_an_older_run_resumes_with_defaults_of_new_options(
@@ -124,14 +146,24 @@ def test_an_older_run_resumes_with_defaults_of_new_options(
 def test_paths_memory_and_speed_may_change(tmp_path: Path) -> None:
     def settings(critic: Values, **generate: Any) -> Values:
         actor = {"fsdp": {"activation_checkpointing": bool(generate)}}
-        values = {"model": "/one", "critic_config": critic, "actor_config": actor, "generate_config": generate}
+        values = {
+            "model": "/one",
+            "critic_config": critic,
+            "actor_config": actor,
+            "generate_config": generate,
+        }
         return shared_engine_settings(HybridConfig.model_validate(values), 2)
 
     optimizer = {"schedule": {"lr_warmup_steps": 3}}
     run = begun(tmp_path / "run", settings({"model": "/two", "optimizer": optimizer}))
     complete(run, 1)
     critic = {"model": "/three", "offload": False}
-    memory = {"offload_train_param": False, "release_weights": False, "enforce_eager": True, "max_num_seqs": 8}
+    memory = {
+        "offload_train_param": False,
+        "release_weights": False,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+    }
     speed = {"transport": "collective", "incremental": "auto", "server_ports": "10000-20000"}
     run.check(settings({**critic, "optimizer": optimizer}, **memory, **speed))
     changed = ("critic_config.optimizer.schedule", "generate_config.infer_tensor_parallel_size")
@@ -188,7 +220,9 @@ def test_events_of_an_attempt_are_hidden_by_the_next_one(tmp_path: Path) -> None
 def test_a_run_with_missing_checkpoints_is_refused(run: RunFiles) -> None:
     shutil.rmtree(run.checkpoints)
     rows = run.metrics.rows()
-    with pytest.raises(ConfigError, check=has_violation("out", "checkpoint-is-missing", "first-checkpoint")):
+    with pytest.raises(
+        ConfigError, check=has_violation("out", "checkpoint-is-missing", "first-checkpoint")
+    ):
         run.check(SETTINGS)
     assert run.metrics.rows() == rows
     run.check(SETTINGS, resume=False)
@@ -226,7 +260,9 @@ def test_a_directory_is_locked_by_one_job_and_not_by_its_forks(run: RunFiles) ->
         signal.pause()  # outlives the parent's lock
     try:
         assert os.read(reading, 1) == b"x", "the child runs"
-        with pytest.raises(ConfigError, check=has_violation("out", "run-is-locked", str(run.out), holder)):
+        with pytest.raises(
+            ConfigError, check=has_violation("out", "run-is-locked", str(run.out), holder)
+        ):
             run.lock()
         lock.close()
         run.lock().close()

@@ -21,7 +21,10 @@ from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.hybrid_engine.rl.stand_ins import ALONE
 
-ROWS = [{"question": f"{n} + 1?", "prompt": f"Say {n}", "answer": str(n + 1), "level": n} for n in range(3)]
+ROWS = [
+    {"question": f"{n} + 1?", "prompt": f"Say {n}", "answer": str(n + 1), "level": n}
+    for n in range(3)
+]
 
 
 @pytest.fixture
@@ -135,7 +138,9 @@ def test_what_cannot_be_used_is_refused(write: Any, changes: Values, key: str, c
 )
 def test_rewards_by_name(answer: str, text: str, exact: float, equal: float) -> None:
     completion = SimpleNamespace(text=text)
-    rewards = {name: reward({"answer": answer}, completion) for name, reward in NAMED_REWARDS.items()}
+    rewards = {
+        name: reward({"answer": answer}, completion) for name, reward in NAMED_REWARDS.items()
+    }
     assert rewards == {"exact_answer": exact, "math": equal}
 
 

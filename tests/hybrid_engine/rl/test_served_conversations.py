@@ -52,11 +52,17 @@ def replying(turns: int, reply: list[int]) -> Callable[[Any], Reply]:
 
 def figures_of(groups: Any) -> list[Any]:
     """Return what all ranks receive."""
-    return [(talk.token_ids, talk.is_drawn, talk.logprobs, talk.versions) for group in groups for talk in group]
+    return [
+        (talk.token_ids, talk.is_drawn, talk.logprobs, talk.versions)
+        for group in groups
+        for talk in group
+    ]
 
 
 def one_for_another() -> Callable[[Any], Reply]:
-    """Build an environment whose first conversation gets its reply when the second had three answers."""
+    """Build an environment whose first conversation gets its reply when the second had three
+    answers.
+    """
     is_ready = asyncio.Event()
     num_made = 0
 
@@ -127,7 +133,9 @@ def test_each_conversation_goes_on_by_itself(served: tuple[str, str]) -> None:
         groups = converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN)
         assert converse(worker, PROMPTS, SAMPLING, environment, max_tokens_per_turn=TURN) == groups
         sampling = Sampling(max_tokens=40)
-        waiting = converse(worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN)
+        waiting = converse(
+            worker, PROMPTS[:2], sampling, one_for_another(), max_tokens_per_turn=TURN
+        )
         received = of_all_ranks(figures_of([*groups, *waiting]))
     assert received[0] == received[1]
     talks = [talk for group in groups for talk in group]
@@ -148,7 +156,12 @@ def test_conversations_go_on_over_a_publish(served: tuple[str, str]) -> None:
     with worker_of(*served) as worker:
         with worker.rollout_context():
             begun = Conversations(
-                worker, PROMPTS[:1], SAMPLING, gate.environment, max_tokens_per_turn=TURN, goes_on=True
+                worker,
+                PROMPTS[:1],
+                SAMPLING,
+                gate.environment,
+                max_tokens_per_turn=TURN,
+                goes_on=True,
             )
             if worker.rank == 0:
                 assert gate.are_answered.wait(60)
@@ -173,11 +186,19 @@ def test_conversations_are_held_ahead(served: tuple[str, str], tmp_path: Path) -
     rows: list[Values] = []
     for steps in (4, 5):
         config = GrpoConfig(
-            **{"steps": steps, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 40, "learning_rate": 3e-3},
+            **{
+                "steps": steps,
+                "prompts_per_step": 2,
+                "samples_per_prompt": 2,
+                "max_tokens": 40,
+                "learning_rate": 3e-3,
+            },
             **{"minibatches": 2, "save_every": 2, "max_staleness": 1, "max_tokens_per_turn": TURN},
         )
         with worker_of(*served) as worker:
-            rows += train(worker, PROMPTS, reward, config, out=tmp_path, environment=replying(3, [7, 8]))
+            rows += train(
+                worker, PROMPTS, reward, config, out=tmp_path, environment=replying(3, [7, 8])
+            )
             assert of_all_ranks(rows)[0] == rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     # On a busy host the server may begin with a step only after the update before it.

@@ -42,7 +42,9 @@ def start(
 ) -> None:
     """Call `train`; `arguments` have settings of `algorithm`, too."""
     values = load_config({"model": str(model), "random_weights": True, **(engines or {})}, 1)
-    settings = {name: arguments.pop(name) for name in list(arguments) if name in algorithm.model_fields}
+    settings = {
+        name: arguments.pop(name) for name in list(arguments) if name in algorithm.model_fields
+    }
     config = algorithm(**{"max_tokens": 8, **settings})
     with (
         mock.patch("hybrid_engine.rl.loop.Job", SimpleNamespace(join=lambda seconds: ALONE)),
@@ -61,14 +63,19 @@ def begin_run(out: Path) -> RunFiles:
         self.out.mkdir()
         self.begin(settings)
 
-    with mock.patch.object(RunFiles, "check", check_and_begin), pytest.raises(Exception, match="engines are built"):
+    with (
+        mock.patch.object(RunFiles, "check", check_and_begin),
+        pytest.raises(Exception, match="engines are built"),
+    ):
         start(out=out)
     files.checkpoint(1).mkdir(parents=True)
     files.complete(Progress({"step": 1}))
     return files
 
 
-@pytest.mark.parametrize("name", ["README.md", ".nfs0001", "model.safetensors.index.json", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "name", ["README.md", ".nfs0001", "model.safetensors.index.json", "optimizer.pt"]
+)
 def test_an_unusable_export_directory_is_refused_before_training(tmp_path: Path, name: str) -> None:
     begin_run(tmp_path / "run")
     (tmp_path / "run" / "model").mkdir()
@@ -84,10 +91,14 @@ def test_a_locked_or_foreign_directory_is_refused(tmp_path: Path) -> None:
         start(out=tmp_path / "run")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
-    with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", "mine.txt", "run.json")):
+    with pytest.raises(
+        ConfigError, check=has_violation("out", "not-a-run", "mine.txt", "run.json")
+    ):
         start(out=tmp_path / "notes")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, check=has_violation("out", "not-a-run", str(tmp_path / "file"))):
+    with pytest.raises(
+        ConfigError, check=has_violation("out", "not-a-run", str(tmp_path / "file"))
+    ):
         start(out=tmp_path / "file")
 
 
@@ -95,7 +106,9 @@ def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(ConfigError, check=has_violation("generate_config.servers", "silent-server", address)):
+    with pytest.raises(
+        ConfigError, check=has_violation("generate_config.servers", "silent-server", address)
+    ):
         start(out=tmp_path / "run", engines={"generate_config": {"servers": (address,)}})
 
 

@@ -65,7 +65,9 @@ def called(name: str, arguments: str) -> str:
 SUM = called("add", '{"a": 1, "b": 2}')
 
 
-def contents_of(tokenizer: ModelTokenizer, text: str, *tools: Callable[..., Any], **options: Any) -> list[str] | None:
+def contents_of(
+    tokenizer: ModelTokenizer, text: str, *tools: Callable[..., Any], **options: Any
+) -> list[str] | None:
     """Return what an environment of these tools replies to an answer."""
     reply = ToolEnvironment(tools or [add], "hermes", **options)(None)
     calls = [("prompt 0", reply, (answer_of(tokenizer, text),))]
@@ -104,7 +106,9 @@ def test_special_tokens_that_begin_a_call_are_read(tmp_path: Path) -> None:
         (called("wait", '{"seconds": 9}'), "error: .*0.5 s"),
     ],
 )
-def test_results_and_mistakes_are_replies(tokenizer: ModelTokenizer, call: str, content: str) -> None:
+def test_results_and_mistakes_are_replies(
+    tokenizer: ModelTokenizer, call: str, content: str
+) -> None:
     contents = contents_of(tokenizer, call + SUM, add, wait, timeout_seconds=0.5)
     assert contents is not None
     assert re.match(content, contents[0])
@@ -147,7 +151,9 @@ def test_a_tool_that_exits_is_named(tokenizer: ModelTokenizer) -> None:
         """Leave."""
         sys.exit(0)
 
-    failed = has_violation("environment", "callback-failed", "SystemExit for prompt 0: 0", f"{__file__}:")
+    failed = has_violation(
+        "environment", "callback-failed", "SystemExit for prompt 0: 0", f"{__file__}:"
+    )
     with pytest.raises(ArgumentError, check=failed):
         contents_of(tokenizer, called("leave", "{}"), leave)
 
@@ -162,7 +168,9 @@ def test_a_conversation_with_tools(tokenizer: ModelTokenizer) -> None:
         ("tool", "23"),
         ("assistant", "23"),
     ]
-    with pytest.raises(ArgumentError, check=has_violation("prompts", "unknown-environment", "numbers, other")):
+    with pytest.raises(
+        ArgumentError, check=has_violation("prompts", "unknown-environment", "numbers, other")
+    ):
         environment({"prompt": "?", "environment": "chess"})
 
 

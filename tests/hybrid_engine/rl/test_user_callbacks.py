@@ -64,7 +64,9 @@ def test_only_rank_0_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "once\n" * (rank == 0)
 
 
-def test_coroutines_run_together_and_results_keep_their_order(recwarn: pytest.WarningsRecorder) -> None:
+def test_coroutines_run_together_and_results_keep_their_order(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     order: list[int] = []
 
     def plain(value: int) -> int:
@@ -143,7 +145,10 @@ EXITS = (KeyboardInterrupt(), SystemExit(0), GeneratorExit(), asyncio.CancelledE
         (call_exit_in_a_task, "SystemExit for prompt 0: 3"),
         (cancel_itself, "CancelledError for prompt 0"),
         *((partial(raising, error), f"{type(error).__name__} for prompt 0") for error in EXITS[1:]),
-        *((partial(raising_later, error), f"{type(error).__name__} for prompt 0") for error in EXITS),
+        *(
+            (partial(raising_later, error), f"{type(error).__name__} for prompt 0")
+            for error in EXITS
+        ),
     ],
 )
 def test_an_exit_is_an_error_of_the_callback(callback: Callable[[], Any], text: str) -> None:
@@ -203,8 +208,22 @@ class FailingNumber:
         raise KeyError("no number")
 
 
-NUMBERS = (1, 0.5, True, -1e18, Fraction(1, 2), np.float16(0.5), np.int8(-3), np.bool_(True), np.ones(1))
-NUMBERS += (torch.tensor(0.5), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.int64))
+NUMBERS = (
+    1,
+    0.5,
+    True,
+    -1e18,
+    Fraction(1, 2),
+    np.float16(0.5),
+    np.int8(-3),
+    np.bool_(True),
+    np.ones(1),
+)
+NUMBERS += (
+    torch.tensor(0.5),
+    torch.ones(1, dtype=torch.bfloat16),
+    torch.ones(1, 1, dtype=torch.int64),
+)
 NOT_NUMBERS = (
     None,
     "0.5",
@@ -218,7 +237,15 @@ NOT_NUMBERS = (
     np.str_("1"),
     torch.ones(0),
 )
-NOT_NUMBERS += (float("nan"), float("-inf"), 1e39, -2e18, 10**400, np.float64("nan"), torch.tensor(float("inf")))
+NOT_NUMBERS += (
+    float("nan"),
+    float("-inf"),
+    1e39,
+    -2e18,
+    10**400,
+    np.float64("nan"),
+    torch.tensor(float("inf")),
+)
 
 
 def test_a_reward_is_a_number_whose_square_is_finite_in_float32() -> None:

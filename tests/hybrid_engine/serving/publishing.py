@@ -19,7 +19,9 @@ def calls_while_published(
 ) -> list[str]:
     """Return the calls that raise no StateError while `tensors` are published. Collective."""
     with mock.patch.object(type(trainer), "unserved", tuple(tensors)):
-        publisher = WeightPublisher(trainer, [NoWorkers()], config=GenerateConfig(timeout_seconds=60), job=job)
+        publisher = WeightPublisher(
+            trainer, [NoWorkers()], config=GenerateConfig(timeout_seconds=60), job=job
+        )
         with closing(publisher):
             publisher.publish()
             allowed = [name for name, call in calls.items() if not is_refused(call)]

@@ -66,7 +66,9 @@ class Server:
     requests: list[tuple[Values, str | None]] = field(default_factory=list)
     has_request: threading.Event = field(default_factory=threading.Event)
 
-    def prepare(self, body: bytes | None, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def prepare(
+        self, body: bytes | None, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
         self.body = body
         self.status = status
         self.headers = headers or {}
@@ -79,14 +81,18 @@ class Server:
         if self.body is None:
             time.sleep(2 * SECONDS)  # the test ends first
             return
-        length = {} if self.status == 204 else {"Content-Length": str(len(self.body))}  # 204 has no body
+        length = (
+            {} if self.status == 204 else {"Content-Length": str(len(self.body))}
+        )  # 204 has no body
         begin(handler, self.status, **self.headers, **length)
         handler.wfile.write(self.body)
 
 
 def served_by(url: str, job: Job, **generate: Any) -> ServedInference:
     keys = {"servers": [url], "timeout_seconds": 5, **generate}
-    config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": keys}, world_size=1)
+    config = load_config(
+        {"model": str(MODEL), "random_weights": True, "generate_config": keys}, world_size=1
+    )
     inference = ServedInference(config, job)
     inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
     return inference
@@ -96,14 +102,23 @@ def served_by(url: str, job: Job, **generate: Any) -> ServedInference:
 def served() -> Iterator[tuple[ServedInference, Server]]:
     world = World(dist.HashStore(), 0, 1)
     server = Server()
-    with answering(server.respond) as url, closing(Job.join(60, world=world, device=torch.device("cpu"))) as job:
+    with (
+        answering(server.respond) as url,
+        closing(Job.join(60, world=world, device=torch.device("cpu"))) as job,
+    ):
         yield served_by(url, job, max_model_len=20), server
 
 
 def choice(**changes: Any) -> Values:
     """Return a valid choice with some fields changed."""
     weights = {"job": WEIGHTS.job, "versions": [str(WEIGHTS.version)]}
-    valid = {"index": 0, "token_ids": [7, 8], "finish_reason": "stop", "text": "", "hybrid_engine": weights}
+    valid = {
+        "index": 0,
+        "token_ids": [7, 8],
+        "finish_reason": "stop",
+        "text": "",
+        "hybrid_engine": weights,
+    }
     return {**valid, "logprobs": {"token_logprobs": [-1.0, -0.5]}, **changes}
 
 
@@ -146,7 +161,10 @@ INVALID: dict[str, bytes] = {
         f"log-probability {value!r}": first_choice(**log_probs(-1.0, value))
         for value in (math.nan, math.inf, -math.inf, -1e308)
     },
-    **{f"log-probability {value!r}": first_choice(**log_probs(-1.0, value)) for value in (5.0, None, "x", [-1.0])},
+    **{
+        f"log-probability {value!r}": first_choice(**log_probs(-1.0, value))
+        for value in (5.0, None, "x", [-1.0])
+    },
     "a log-probability too few": first_choice(**log_probs(-1.0)),
     "no log-probabilities": first_choice(logprobs=None),
     "one index twice": response(choice(), choice()),
@@ -162,10 +180,14 @@ INVALID: dict[str, bytes] = {
     "empty": b"",
     "another prompt": first_choice(prompt_token_ids=[3, 4]),
     "aborted": first_choice(finish_reason="abort"),
-    "refused": first_choice(finish_reason="abort", stop_reason="the server belongs to job host/2/def"),
+    "refused": first_choice(
+        finish_reason="abort", stop_reason="the server belongs to job host/2/def"
+    ),
     "unfinished": first_choice(finish_reason=None),
     "weights of another job": first_choice(hybrid_engine=OTHER_WEIGHTS),
-    "weights of another version": first_choice(hybrid_engine={"job": WEIGHTS.job, "versions": ["3", "4"]}),
+    "weights of another version": first_choice(
+        hybrid_engine={"job": WEIGHTS.job, "versions": ["3", "4"]}
+    ),
     "no weight version": first_choice(hybrid_engine=None),
 }
 STATUSES = {
@@ -174,7 +196,10 @@ STATUSES = {
     "304 without a location": (304,),
     "500": (500,),
 }
-GENERATION_ERRORS = {"aborted", *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf, -1e308))}
+GENERATION_ERRORS = {
+    "aborted",
+    *(f"log-probability {value!r}" for value in (math.nan, math.inf, -math.inf, -1e308)),
+}
 
 
 def generate(inference: ServedInference) -> list[Any]:
@@ -198,7 +223,14 @@ def test_a_valid_response_is_accepted(served: tuple[ServedInference, Server], na
         ([("3", 0, 1), ("4", 1, 2)], (3, 4)),
         *(
             (spans, None)
-            for spans in (None, [], [("3", 0, 1)], [("3", 1, 2)], [("3", 0, 2), ("4", 1, 2)], [("x", 0, 2)])
+            for spans in (
+                None,
+                [],
+                [("3", 0, 1)],
+                [("3", 1, 2)],
+                [("3", 0, 2), ("4", 1, 2)],
+                [("x", 0, 2)],
+            )
         ),
     ],
     ids=str,
@@ -207,9 +239,17 @@ def test_each_token_has_a_version_of_the_job(
     served: tuple[ServedInference, Server], spans: Any, versions: tuple[int, ...] | None
 ) -> None:
     inference, server = served
-    request = Request.of(PROMPTS[0], Sampling(max_tokens=MAX_TOKENS), weights=DrawnWith(job=WEIGHTS.job, version=None))
+    request = Request.of(
+        PROMPTS[0],
+        Sampling(max_tokens=MAX_TOKENS),
+        weights=DrawnWith(job=WEIGHTS.job, version=None),
+    )
     server.prepare(response(choice(hybrid_engine={"job": WEIGHTS.job, "spans": spans})))
-    with nullcontext() if versions else pytest.raises(ServerError, match="not with any version of job"):
+    with (
+        nullcontext()
+        if versions
+        else pytest.raises(ServerError, match="not with any version of job")
+    ):
         assert inference.answer(request).versions == versions
 
 
@@ -223,7 +263,9 @@ def test_prompts_with_images_are_refused(served: tuple[ServedInference, Server])
 
 
 @pytest.mark.parametrize("name", [*INVALID, *STATUSES])
-def test_an_invalid_response_raises_a_named_error(served: tuple[ServedInference, Server], name: str) -> None:
+def test_an_invalid_response_raises_a_named_error(
+    served: tuple[ServedInference, Server], name: str
+) -> None:
     inference, server = served
     server.prepare(INVALID.get(name, first_choice()), *STATUSES.get(name, ()))
     kind = GenerationError if name in GENERATION_ERRORS else ServerError
@@ -277,7 +319,9 @@ def test_completions_of_a_step_have_no_limit_in_bytes() -> None:
     sampling = Sampling(max_tokens=max(LENGTHS), logprobs=False)
     with mock.patch.object(rank_tree, "_PART", 1000):
         completions = inference.generate_over_replicas([[length] for length in LENGTHS], sampling)
-    assert [(*row[0].prompt_token_ids, len(row[0].token_ids)) for row in completions] == [(n, n) for n in LENGTHS]
+    assert [(*row[0].prompt_token_ids, len(row[0].token_ids)) for row in completions] == [
+        (n, n) for n in LENGTHS
+    ]
     own = [[2 + dist.get_rank()]]
     with violated(ArgumentError, ("data", "ranks-differ")):
         inference.generate_over_replicas(own, sampling)
@@ -285,7 +329,9 @@ def test_completions_of_a_step_have_no_limit_in_bytes() -> None:
     assert len(completion.token_ids) == own[0][0]
 
 
-def test_the_api_key_is_sent(served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent(
+    served: tuple[ServedInference, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     inference, server = served
     server.prepare(first_choice())
     monkeypatch.setenv(API_KEY, "sesame")

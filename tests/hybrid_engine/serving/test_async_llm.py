@@ -26,7 +26,12 @@ from tests.hybrid_engine.serving.test_servers import PROMPTS, config_of, write_m
 
 NUM_TOKENS = 8
 ENGINE = {
-    **{"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20},
+    **{
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 64 << 20,
+    },
     **{"enforce_eager": True, "skip_tokenizer_init": True},
 }
 
@@ -43,7 +48,9 @@ def stream_by_snippet(server: VllmActor, publisher: WeightPublisher) -> list[lis
     (snippet, *_) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names = {"server": server, "publisher": publisher}
     exec(compile(snippet, "docs/servers.md", "exec"), names)
-    whole = server.complete({"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0})["choices"][0]["token_ids"]
+    whole = server.complete({"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0})["choices"][
+        0
+    ]["token_ids"]
     return [*map(list, names["parts"]), whole]
 
 
@@ -79,7 +86,9 @@ def publish_to_async_llm(model: str) -> Values:
 def generate_in_process(model: str) -> list[Any]:
     config = config_of(model, [], {})
     with ActorHybridWorker(config) as worker, worker.rollout_context():
-        completions = worker.generate_sequences(PROMPTS, Sampling(max_tokens=NUM_TOKENS, temperature=0.0))
+        completions = worker.generate_sequences(
+            PROMPTS, Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
+        )
     return [(list(first.token_ids), list(first.logprobs)) for first, *_ in completions]
 
 

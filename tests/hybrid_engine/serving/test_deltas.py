@@ -24,7 +24,13 @@ from hybrid_engine.switch.states import State
 from tests.harness.errors import refused
 from tests.harness.launch import Ranks
 from tests.harness.vllm_server import FILLED, PLAIN, serving
-from tests.hybrid_engine.serving.test_servers import checksums, complete, config_of, train_step, write_model
+from tests.hybrid_engine.serving.test_servers import (
+    checksums,
+    complete,
+    config_of,
+    train_step,
+    write_model,
+)
 
 STRIDES = {"none": 0, "few": 500, "full": 1}
 """Distance between the elements that an event changes; 0: none changes."""
@@ -52,7 +58,9 @@ def do_at(publisher: WeightPublisher, moment: str, act: Callable[[], object]) ->
     setattr(owner, name, act_first)
 
 
-def publish_events(model: str, url: str, directory: str, keeps_weights: bool, pids: list[int]) -> list[Any]:
+def publish_events(
+    model: str, url: str, directory: str, keeps_weights: bool, pids: list[int]
+) -> list[Any]:
     lost = Path(directory, "lost")
     again = Path(directory, "again")
     reports = []
@@ -62,17 +70,28 @@ def publish_events(model: str, url: str, directory: str, keeps_weights: bool, pi
         "incremental_mb": 0,
         "release_weights": not keeps_weights,
     }
-    with ActorHybridWorker(config_of(model, [url], {"tensor_model_parallel_size": 2}, **keys)) as worker:
+    with ActorHybridWorker(
+        config_of(model, [url], {"tensor_model_parallel_size": 2}, **keys)
+    ) as worker:
         for event in EVENTS:
             if event == "lost":
                 write(worker, 500)
-                before = {name: flat.clone() for name, flat in worker.train.weights.buffers().items()}
+                before = {
+                    name: flat.clone() for name, flat in worker.train.weights.buffers().items()
+                }
                 if worker.rank == 0:
-                    do_at(worker.sharding, "within", lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
+                    do_at(
+                        worker.sharding,
+                        "within",
+                        lambda: [os.kill(pid, signal.SIGKILL) for pid in pids],
+                    )
                 with refused(ServerError, "server-lost"):
                     worker.sharding.publish()
                 assert worker.sharding.state is State.TRAIN
-                assert all(torch.equal(flat, before[name]) for name, flat in worker.train.weights.buffers().items())
+                assert all(
+                    torch.equal(flat, before[name])
+                    for name, flat in worker.train.weights.buffers().items()
+                )
                 worker.barrier("a server was lost")
                 lost.touch()
                 while not again.exists():
@@ -101,20 +120,30 @@ def run_over_a_loss(engines: Ranks, directory: Path, keeps_weights: bool) -> lis
     model = write_model(directory / "model", "qwen2")
     with ThreadPoolExecutor(1) as pool:
         with serving(model, directory / "first", *FILLED, *PLAIN) as server:
-            arguments = (model, server.url, str(directory), keeps_weights, server.processes()["Worker"])
+            arguments = (
+                model,
+                server.url,
+                str(directory),
+                keeps_weights,
+                server.processes()["Worker"],
+            )
             launched = pool.submit(engines.launch, publish_events, 2, *arguments, timeout=300)
             while not (directory / "lost").exists() and not launched.done():
                 time.sleep(0.1)
         if launched.done():
             launched.result()
-        with serving(model, directory / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])):
+        with serving(
+            model, directory / "second", *FILLED, *PLAIN, port=int(server.url.rpartition(":")[2])
+        ):
             (directory / "again").touch()
             return launched.result()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("keeps_weights", [True, False])
-def test_a_server_receives_only_changes(engines: Ranks, tmp_path: Path, keeps_weights: bool) -> None:
+def test_a_server_receives_only_changes(
+    engines: Ranks, tmp_path: Path, keeps_weights: bool
+) -> None:
     """Weights stay on the server between switches, or not. Each fill is verified in full."""
     reports = run_over_a_loss(engines, tmp_path, keeps_weights)[0]
     least = reports[0][1].bytes_least
@@ -131,11 +160,16 @@ def test_a_server_receives_only_changes(engines: Ranks, tmp_path: Path, keeps_we
             assert report.density > 0.99
         elif event == "few":
             assert report.messages_whole == 0
-            assert report.density == pytest.approx(1 / 1000, rel=0.2)  # one of the two words of an element
+            assert report.density == pytest.approx(
+                1 / 1000, rel=0.2
+            )  # one of the two words of an element
             assert report.bytes_received < least / 50
         elif event == "none":
             assert report.bytes_received == 0
     if keeps_weights:
         with serving(tmp_path / "last", tmp_path / "cold", *PLAIN) as cold:
             cold_server = HttpServer(cold.url, 60)
-            assert str((checksums(cold_server), complete(cold_server, 8))) == (tmp_path / "sums").read_text()
+            assert (
+                str((checksums(cold_server), complete(cold_server, 8)))
+                == (tmp_path / "sums").read_text()
+            )

@@ -21,7 +21,12 @@ from hybrid_engine.serving.invitation import Invitation
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.switch.states import State
 from tests.harness.launch import of_all_ranks
-from tests.hybrid_engine.serving.test_off_policy import NUM_TRAINERS, Trainers, on_trainers, state_with
+from tests.hybrid_engine.serving.test_off_policy import (
+    NUM_TRAINERS,
+    Trainers,
+    on_trainers,
+    state_with,
+)
 
 SOON = 20.0
 """Seconds within which ranks must recover; the job's timeout is 60."""
@@ -60,7 +65,9 @@ def enter(publisher: WeightPublisher, target: State) -> int:
 
 MOMENTS: dict[str, Callable[[Trainers, WeightPublisher], None]] = {
     "starting": lambda trainers, publisher: interrupt(publisher, "_start_update", before=False),
-    "switch": lambda trainers, publisher: trainers.script.arm("offload optimizer", KeyboardInterrupt()),
+    "switch": lambda trainers, publisher: trainers.script.arm(
+        "offload optimizer", KeyboardInterrupt()
+    ),
     "fill": lambda trainers, publisher: trainers.script.arm("offload part", KeyboardInterrupt()),
     "ending": lambda trainers, publisher: interrupt(publisher, "_end_update", before=True),
     "ended": lambda trainers, publisher: interrupt(publisher, "_end_update", before=False),
@@ -92,7 +99,9 @@ def test_ranks_recover_from_an_interrupt(trainers: Trainers, releases: bool, ran
             trainers.job.agreement.conclude("armed")
             started = time.monotonic()
             # the other ranks may have completed the switch
-            with pytest.raises(KeyboardInterrupt) if is_interrupted else suppress(HybridEngineError):
+            with (
+                pytest.raises(KeyboardInterrupt) if is_interrupted else suppress(HybridEngineError)
+            ):
                 publisher.enter(State.INFER)
             enter(publisher, State.TRAIN)
             trainers.training.assert_unchanged()

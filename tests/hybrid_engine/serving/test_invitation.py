@@ -29,7 +29,14 @@ from hybrid_engine.errors import ConfigError, MessageError, ServerError, StateEr
 from hybrid_engine.serving import clients
 from hybrid_engine.serving import invitation as invitation_module
 from hybrid_engine.serving.clients import API_KEY, HttpServer, named_server, silent_servers
-from hybrid_engine.serving.invitation import LOOPBACK, TOKEN, Invitation, Rendezvous, Update, require_address
+from hybrid_engine.serving.invitation import (
+    LOOPBACK,
+    TOKEN,
+    Invitation,
+    Rendezvous,
+    Update,
+    require_address,
+)
 from hybrid_engine.serving.receiver import WeightReceiver
 from tests.harness.errors import has_violations, refused, violated
 from tests.harness.values import Values
@@ -60,7 +67,9 @@ def test_both_sides_share_a_store_file(place: Rendezvous) -> None:
     assert second.get("key") == b"value"
 
 
-@pytest.mark.parametrize("name", ["hybrid_engine/x", "x\nssh-ed25519 AAAA somebody\n", "hybrid_engine/" + "0" * 33])
+@pytest.mark.parametrize(
+    "name", ["hybrid_engine/x", "x\nssh-ed25519 AAAA somebody\n", "hybrid_engine/" + "0" * 33]
+)
 def test_a_name_of_another_form_is_refused(place: Rendezvous, name: str) -> None:
     with refused(MessageError, "invalid-job-name"):
         invitation_to(place, name=name).store()
@@ -128,12 +137,18 @@ def test_a_removed_store_cannot_be_recreated_by_other_users(place: Rendezvous) -
     assert (parent.stat().st_uid, parent.stat().st_mode & 0o777) == (os.getuid(), 0o700)
 
 
-def test_a_proof_covers_the_whole_invitation(place: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_covers_the_whole_invitation(
+    place: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unsigned = invitation_to(place).signed()
     monkeypatch.setenv(TOKEN, "secret")
     signed = invitation_to(place).signed()
     signed.store()
-    for other in (unsigned, replace(signed, first_rank=1), replace(signed, settings={"bucket_mb": 1})):
+    for other in (
+        unsigned,
+        replace(signed, first_rank=1),
+        replace(signed, settings={"bucket_mb": 1}),
+    ):
         with refused(MessageError, "wrong-token", TOKEN):
             other.store()
     for proof in ("é", "\u2028", signed.proof.upper()):
@@ -156,7 +171,9 @@ def make_place(address: str | None, orphan_end: Any, invitations: Any) -> None:
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
-def test_trainers_end_with_their_process(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+def test_trainers_end_with_their_process(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
     """A child that inherits the open files does not keep them alive."""
     monkeypatch.setattr(invitation_module, "_ANSWER_TIMEOUT", timedelta(seconds=2))
     invitations, invitations_end = multiprocessing.Pipe(duplex=False)
@@ -168,7 +185,9 @@ def test_trainers_end_with_their_process(monkeypatch: pytest.MonkeyPatch, addres
     try:
         invitation = invitations.recv()
         assert [invitation.has_ended() for _ in range(2)] == [False, False]
-        assert replace(invitation, name="hybrid_engine/" + "0" * 32).has_ended() is (address is not None)
+        assert replace(invitation, name="hybrid_engine/" + "0" * 32).has_ended() is (
+            address is not None
+        )
         trainers.kill()
         trainers.join()
         assert invitation.has_ended()
@@ -187,7 +206,8 @@ def test_the_lock_can_be_checked_by_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "alive"
     path.touch()
     program = (
-        "import fcntl, sys; file = open(sys.argv[1]); fcntl.lockf(file, fcntl.LOCK_SH); print(flush=True); input()"
+        "import fcntl, sys; file = open(sys.argv[1]); fcntl.lockf(file, "
+        "fcntl.LOCK_SH); print(flush=True); input()"
     )
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -236,7 +256,9 @@ def test_a_server_accepts_another_job_after_its_trainers_have_ended(place: Rende
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
-def test_both_sides_need_the_token_across_hosts(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_both_sides_need_the_token_across_hosts(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with violated(ConfigError, (TOKEN, "missing-token")):
         Rendezvous(address)
@@ -249,7 +271,9 @@ def test_both_sides_need_the_token_across_hosts(monkeypatch: pytest.MonkeyPatch,
         signed.store()
 
 
-def test_ranks_listen_at_the_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_listen_at_the_address_that_reaches_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Many hosts resolve their own name to the loopback address."""
     monkeypatch.setenv(TOKEN, "secret")
     place = Rendezvous("127.0.0.5")
@@ -304,7 +328,8 @@ def test_invalid_settings_and_places_are_malformed_messages(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"]
+    "url",
+    ["http://8.8.8.8:8000", "http://[2001:4860:4860::8888]:8000", "http://[::ffff:8.8.8.8]:1"],
 )
 def test_a_public_server_address_is_refused(url: str) -> None:
     with violated(ConfigError, ("servers", "public-address")):
@@ -323,7 +348,9 @@ def test_a_public_server_address_is_refused(url: str) -> None:
         ("::ffff:8.8.8.8", "public-address"),
     ],
 )
-def test_trainers_listen_at_a_private_address(monkeypatch: pytest.MonkeyPatch, address: str, code: str) -> None:
+def test_trainers_listen_at_a_private_address(
+    monkeypatch: pytest.MonkeyPatch, address: str, code: str
+) -> None:
     with violated(ConfigError, (TOKEN, "missing-token")):
         require_address("127.0.0.1", allow_public=False)
     monkeypatch.setenv(TOKEN, "secret")
@@ -334,7 +361,9 @@ def test_trainers_listen_at_a_private_address(monkeypatch: pytest.MonkeyPatch, a
     require_address("8.8.8.8", allow_public=True)
 
 
-def test_ports_must_contain_the_kernels_range(place: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_must_contain_the_kernels_range(
+    place: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lowest, highest = invitation_module._EPHEMERAL_PORTS.read_text().split()
     for ports in (None, f"{lowest}-{highest}", f"1-{highest}", f"{lowest}-65535"):
         invitation_module.require_ports(ports)
@@ -348,7 +377,15 @@ def test_ports_must_contain_the_kernels_range(place: Rendezvous, monkeypatch: py
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace, which needs root")
 def test_gloo_and_the_store_listen_in_the_kernels_port_range() -> None:
     setting = 'ip link set lo up && echo "29600 29700" > /proc/sys/net/ipv4/ip_local_port_range'
-    command = ["unshare", "--net", "sh", "-c", f'{setting} && exec "$0" -c "$1"', sys.executable, PRINT_PORTS]
+    command = [
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        f'{setting} && exec "$0" -c "$1"',
+        sys.executable,
+        PRINT_PORTS,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     ports = [int(port) for port in ended.stdout.split()]
     assert len(ports) == 3
@@ -403,10 +440,16 @@ def answering(respond: Callable[[Any], object], **settings: str) -> Iterator[str
     `settings`: attributes of the handlers.
     """
     answers = dict.fromkeys(("do_GET", "do_POST"), lambda handler: respond(handler))
-    handler = type("Handler", (BaseHTTPRequestHandler,), {**answers, "log_message": lambda *_: None, **settings})
+    handler = type(
+        "Handler",
+        (BaseHTTPRequestHandler,),
+        {**answers, "log_message": lambda *_: None, **settings},
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True  # a handler that sleeps must not delay the end
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -465,7 +508,9 @@ def test_a_response_is_plain_and_of_bounded_size(monkeypatch: pytest.MonkeyPatch
 def test_an_error_has_the_cause_alone() -> None:
     with pytest.raises(ServerError) as caught:
         HttpServer("http://127.0.0.1:1", 5).resume()
-    assert str(caught.value).startswith("http://127.0.0.1:1/resume: Connection refused: start the server")
+    assert str(caught.value).startswith(
+        "http://127.0.0.1:1/resume: Connection refused: start the server"
+    )
 
 
 @pytest.mark.parametrize(
@@ -478,7 +523,9 @@ def test_an_error_has_the_cause_alone() -> None:
         ("http://127.0.0.1:1", "SECRETé", "invalid-api-key"),
     ],
 )
-def test_an_error_has_no_secret(monkeypatch: pytest.MonkeyPatch, address: str, key: str, code: str) -> None:
+def test_an_error_has_no_secret(
+    monkeypatch: pytest.MonkeyPatch, address: str, key: str, code: str
+) -> None:
     monkeypatch.setenv(API_KEY, key)
     with pytest.raises(ConfigError, match=r"(?s)^(?!.*SECRET)") as caught:
         HttpServer(address, 5, allow_public=True).resume()
@@ -487,7 +534,10 @@ def test_an_error_has_no_secret(monkeypatch: pytest.MonkeyPatch, address: str, k
 
 def test_headers_that_a_proxy_sends_back_hide_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "SECRET")
-    with answering(echo_key) as url, pytest.raises(ServerError, match=r"(?s)^(?!.*SECRET).*500: Bearer …"):
+    with (
+        answering(echo_key) as url,
+        pytest.raises(ServerError, match=r"(?s)^(?!.*SECRET).*500: Bearer …"),
+    ):
         HttpServer(url, 5).complete({})
 
 

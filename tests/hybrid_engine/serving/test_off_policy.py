@@ -33,7 +33,14 @@ from hybrid_engine.switch.states import State
 from tests.harness.launch import of_all_ranks, on_ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.serving.test_sides import NoWorkers
-from tests.hybrid_engine.switch.fakes import SHAPES, FakeInference, FakeTraining, Script, ScriptedOffloader, canonical
+from tests.hybrid_engine.switch.fakes import (
+    SHAPES,
+    FakeInference,
+    FakeTraining,
+    Script,
+    ScriptedOffloader,
+    canonical,
+)
 
 NUM_TRAINERS = 2
 
@@ -120,7 +127,9 @@ class FakeServer:
         versions = {}
         for name, flat in self.weights.live.items():
             tensor = flat.view(SHAPES[name])
-            versions[name] = [number for number in range(40) if torch.equal(tensor, canonical(name, number))]
+            versions[name] = [
+                number for number in range(40) if torch.equal(tensor, canonical(name, number))
+            ]
         return {
             "version": None if self.is_paused else self.version,
             "holds": self.receiver.holds.name,
@@ -186,9 +195,13 @@ class Trainers:
         self.offloader = PartsOffloader(self.script, self.training)
 
     def publisher(self, **settings: Any) -> WeightPublisher:
-        config = GenerateConfig(bucket_mb=1, timeout_seconds=60, **{"release_weights": False, **settings})
+        config = GenerateConfig(
+            bucket_mb=1, timeout_seconds=60, **{"release_weights": False, **settings}
+        )
         servers = [self.caller or object()]
-        return WeightPublisher(self.training, servers, config=config, job=self.job, offloader=self.offloader)
+        return WeightPublisher(
+            self.training, servers, config=config, job=self.job, offloader=self.offloader
+        )
 
     def step(self, publisher: WeightPublisher) -> str:
         """Train one step; return the error if it is refused, "" otherwise."""
@@ -224,7 +237,7 @@ class Trainers:
 
 
 def on_trainers(body: Callable[..., None]) -> Callable[..., None]:
-    """Run the decorated test on each trainer, beside a server, with a `Trainers` as first argument."""
+    """Run the decorated test on each trainer, beside a server; its first argument: `Trainers`."""
 
     def on_rank(tmp_path: Path, **arguments: Any) -> None:
         run_with_server(str(tmp_path / "server"), functools.partial(body, **arguments))
@@ -288,7 +301,11 @@ def test_a_failure_leaves_the_previous_version_or_none(trainers: Trainers) -> No
             if moment is BEFORE:
                 assert after == before, call
             else:
-                assert (after["version"], after["holds"], after["weights"]) == (None, "EMPTY", {}), call
+                assert (after["version"], after["holds"], after["weights"]) == (
+                    None,
+                    "EMPTY",
+                    {},
+                ), call
             refused = trainers.step(publisher)
             assert f"version {version + 1} " in refused
             assert f"version {version - 1}: " in refused
@@ -314,10 +331,15 @@ def test_a_server_lost_by_one_trainer_is_lost_by_all(trainers: Trainers) -> None
             manager.enter = enter_and_lose  # type: ignore[method-assign]
         failure = trainers.publish(publisher)
         if trainers.job.rank == 1:
-            assert failure.startswith("ServerError: a server was lost in a switch; training state is on the device")
+            assert failure.startswith(
+                "ServerError: a server was lost in a switch; training state is on the device"
+            )
         else:
             of_the_other = "rank 1: LostRankError: rank 2 has ended"
-            assert failure == f"RemoteError: the switch with the servers failed on 1 rank(s):\n{of_the_other}"
+            assert (
+                failure
+                == f"RemoteError: the switch with the servers failed on 1 rank(s):\n{of_the_other}"
+            )
         assert trainers.publish(publisher) == ""
         assert trainers.observe() == state_with(1)
 
@@ -368,7 +390,10 @@ def test_weights_are_rounded_only_with_compress_reshard(trainers: Trainers) -> N
         trainers.caller.compute_in(dtype="bfloat16")
     with closing(trainers.publisher()) as publisher:
         refused = trainers.publish(publisher)
-    assert "are float32 in training and bfloat16 in the servers: start the servers with --dtype float32" in refused
+    assert (
+        "are float32 in training and bfloat16 in the servers: start the servers "
+        "with --dtype float32" in refused
+    )
     with closing(trainers.publisher(compress_reshard=True)) as publisher:
         assert trainers.publish(publisher) == ""
     if trainers.caller is not None:

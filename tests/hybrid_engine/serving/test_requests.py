@@ -47,12 +47,26 @@ MIN_DISTINCT = 6
 """Length from which a span of tokens fits only its own version."""
 FORBIDDEN_REQUESTS = (
     *(("POST", "pause"), ("POST", "resume"), ("POST", "sleep?level=0"), ("POST", "abort_requests")),
-    *(("POST", "start_weight_update"), ("POST", "update_weights"), ("POST", "finish_weight_update")),
+    *(
+        ("POST", "start_weight_update"),
+        ("POST", "update_weights"),
+        ("POST", "finish_weight_update"),
+    ),
     *(("POST", "reset_prefix_cache"), ("POST", "reset_mm_cache"), ("POST", "collective_rpc")),
-    *(("POST", "v1/load_lora_adapter"), ("GET", "server_info"), ("DELETE", "health"), ("POST", "no/such/route")),
+    *(
+        ("POST", "v1/load_lora_adapter"),
+        ("GET", "server_info"),
+        ("DELETE", "health"),
+        ("POST", "no/such/route"),
+    ),
 )
 """Requests that a client without the token must not send."""
-FORBIDDEN_METHODS = ("save_sharded_state", "update_environment_variables", "reload_weights", "execute_dummy_batch")
+FORBIDDEN_METHODS = (
+    "save_sharded_state",
+    "update_environment_variables",
+    "reload_weights",
+    "execute_dummy_batch",
+)
 """Methods of vLLM's workers that no client may call."""
 
 
@@ -95,8 +109,17 @@ class Stream:
     is_in_flight: bool = False
 
     def body(self, seed: int) -> Values:
-        sampling = {"temperature": self.temperature, "max_tokens": self.num_tokens, "ignore_eos": True, "logprobs": 0}
-        return {"token_ids": self.prompt, "sampling_params": {**sampling, "seed": seed}, "stream": True}
+        sampling = {
+            "temperature": self.temperature,
+            "max_tokens": self.num_tokens,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
+        return {
+            "token_ids": self.prompt,
+            "sampling_params": {**sampling, "seed": seed},
+            "stream": True,
+        }
 
     def take(self, choice: Values) -> None:
         """Append a part of the response."""
@@ -104,7 +127,9 @@ class Stream:
         self.log_probs += [token["logprob"] for token in choice["logprobs"]["content"]]
         if choice["finish_reason"] is not None:
             self.finish_reason = choice["finish_reason"]
-            self.spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+            self.spans = [
+                (span["version"], span["start"], span["end"]) for span in choice["weight_versions"]
+            ]
 
     @property
     def labels(self) -> list[int]:
@@ -115,7 +140,11 @@ class Stream:
     def rollouts(self) -> list[int]:
         """Published version when each token arrived."""
         before = [0, *self.arrived]
-        return [version for version, count in enumerate(self.arrived) for _ in range(before[version], count)]
+        return [
+            version
+            for version, count in enumerate(self.arrived)
+            for _ in range(before[version], count)
+        ]
 
 
 class Clients:
@@ -132,7 +161,10 @@ class Clients:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown()
 
@@ -180,7 +212,9 @@ class Clients:
 
     def _post(self, stream: Stream) -> requests.Response:
         body = stream.body(len(self.streams))
-        response = requests.post(f"{self._url}/inference/v1/generate", json=body, stream=True, timeout=SECONDS)
+        response = requests.post(
+            f"{self._url}/inference/v1/generate", json=body, stream=True, timeout=SECONDS
+        )
         assert response.ok, response.text
         return response
 
@@ -261,9 +295,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     model = write_model(directory / "model", "qwen2", max_position_embeddings=LENGTH)
     arguments = ("--enable-scale-out", "--max-model-len", str(LENGTH))
     # `vllm serve` spawns workers too. Compilation would take a minute at the first request.
-    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCH_COMPILE_DISABLE": "1", TOKEN: SECRET}
-    with serving(model, directory / "server", *FILLED, *PLAIN, *arguments, environment=spawning) as served:
-        assert requests.get(f"{served.url}/weight_info", timeout=60).json() == {"weight_version": NO_VERSION}
+    spawning = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TORCH_COMPILE_DISABLE": "1",
+        TOKEN: SECRET,
+    }
+    with serving(
+        model, directory / "server", *FILLED, *PLAIN, *arguments, environment=spawning
+    ) as served:
+        assert requests.get(f"{served.url}/weight_info", timeout=60).json() == {
+            "weight_version": NO_VERSION
+        }
         assert requests.get(f"{served.url}/is_paused", timeout=60).json() == {"is_paused": True}
         check_queues(served)
         yield model, served.url
@@ -285,7 +327,9 @@ def check_clients_without_token(served: Server) -> None:
     A refusal is one line of the server's log.
     """
     for method, route in FORBIDDEN_REQUESTS:
-        response = requests.request(method, f"{served.url}/{route}", json={"method": "reset_weights"}, timeout=60)
+        response = requests.request(
+            method, f"{served.url}/{route}", json={"method": "reset_weights"}, timeout=60
+        )
         assert response.status_code == 403, route
     assert requests.get(f"{served.url}/health", timeout=60).ok
     before = len(served.log.read_text().splitlines())
@@ -303,7 +347,9 @@ def check_clients_without_token(served: Server) -> None:
 
 @on_engines(1, timeout=400)
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_in_flight_while_weights_change(server: tuple[str, str], mode: str, tmp_path: Path) -> None:
+def test_requests_in_flight_while_weights_change(
+    server: tuple[str, str], mode: str, tmp_path: Path
+) -> None:
     """Publish while clients send requests. State comes from the server; nothing depends on time."""
     model, url = server
     os.environ[TOKEN] = SECRET
@@ -313,7 +359,10 @@ def test_requests_in_flight_while_weights_change(server: tuple[str, str], mode: 
     new = streams_of(NUM_TOKENS)
     half = NUM_REQUESTS // 2
     api.pause("wait", clear_cache=True)  # earlier trainers may have left it generating
-    with ActorHybridWorker(config_of(model, [url], {}, server_pause=mode)) as worker, Clients(url) as clients:
+    with (
+        ActorHybridWorker(config_of(model, [url], {}, server_pause=mode)) as worker,
+        Clients(url) as clients,
+    ):
         drawn_before = num_drawn(url)
         streams = clients.streams
         send(clients, new, half)
@@ -340,7 +389,9 @@ def test_requests_in_flight_while_weights_change(server: tuple[str, str], mode: 
                     train_step(worker, version)
                     clients.send_and_leave(next(new))
                     send(clients, new, half)
-                drawn_without.append(max(num_drawn(url) - drawn_before, clients.num_tokens()) - drawn)
+                drawn_without.append(
+                    max(num_drawn(url) - drawn_before, clients.num_tokens()) - drawn
+                )
             if is_last:
                 break
     assert reported == [(str(number), NO_VERSION) for number in range(version + 1)]
@@ -354,7 +405,9 @@ def test_requests_in_flight_while_weights_change(server: tuple[str, str], mode: 
 
 @on_engines(1, timeout=400)
 @pytest.mark.parametrize("name", OTHER_SETTINGS)
-def test_a_server_with_other_settings_does_not_generate(server: tuple[str, str], name: str, tmp_path: Path) -> None:
+def test_a_server_with_other_settings_does_not_generate(
+    server: tuple[str, str], name: str, tmp_path: Path
+) -> None:
     """Publish from trainers of the same shapes and other settings."""
     model, url = server
     os.environ[TOKEN] = SECRET
@@ -367,13 +420,19 @@ def test_a_server_with_other_settings_does_not_generate(server: tuple[str, str],
             worker.sharding.enter(State.INFER)
             worker.sharding.enter(State.TRAIN)
             worker.train.chunks[0].module.decoder.final_layernorm.eps = 0.5
-        with pytest.raises(ComputationError, match=r"(?s)server 0 does not compute.*Settings that differ: "):
+        with pytest.raises(
+            ComputationError, match=r"(?s)server 0 does not compute.*Settings that differ: "
+        ):
             worker.sharding.enter(State.INFER)
         assert worker.sharding.state is State.TRAIN
-        with pytest.raises(ServerError, match="requests wait: worker 0 has weights whose computation"):
+        with pytest.raises(
+            ServerError, match="requests wait: worker 0 has weights whose computation"
+        ):
             HttpServer(url, 60).post("resume")
     (described,) = json.loads(HttpServer(url, 60).describe())["workers"]
-    assert described["reads"]["rms_norm_eps"]["is_number"], "trainers compare what vLLM's class reads"
+    assert described["reads"]["rms_norm_eps"]["is_number"], (
+        "trainers compare what vLLM's class reads"
+    )
 
 
 @on_engines(1, timeout=400)
@@ -391,7 +450,11 @@ def test_requests_continue_while_trainers_train(server: tuple[str, str], tmp_pat
     drawn_before = num_drawn(url)
     os.environ[TOKEN] = SECRET
     config = config_of(model, [url], {}, release_weights=False, incremental="auto")
-    with ActorHybridWorker(config) as worker, Clients(url) as clients, ThreadPoolExecutor(1) as pool:
+    with (
+        ActorHybridWorker(config) as worker,
+        Clients(url) as clients,
+        ThreadPoolExecutor(1) as pool,
+    ):
         # Twice the server's batch, so that it is never idle while this process is slow.
         sending = pool.submit(clients.send_until, is_over, streams_of((LENGTH - 16, 200)), 16)
         try:
@@ -401,7 +464,10 @@ def test_requests_continue_while_trainers_train(server: tuple[str, str], tmp_pat
                     assert version_of(api) == "1"
                     clients.wait_for_tokens(num_drawn(url) - drawn_before + MIN_DISTINCT)
                     fail_to_publish(worker, worker.sharding.offloader, "offload_parts")
-                    assert (version_of(api), api.get("is_paused")["is_paused"]) == (NO_VERSION, True)
+                    assert (version_of(api), api.get("is_paused")["is_paused"]) == (
+                        NO_VERSION,
+                        True,
+                    )
                     with pytest.raises(ServerError, match="requests wait: worker 0 has no weights"):
                         api.post("resume")
                 with worker.rollout_context():
@@ -424,9 +490,14 @@ def test_requests_continue_while_trainers_train(server: tuple[str, str], tmp_pat
     assert reported == [(str(version), str(version)) for version in range(PUBLISHES_MEANWHILE)]
     check_replay(streams, tmp_path, PUBLISHES_MEANWHILE)
     check_kept(streams)
-    assert {label for stream in streams for label in stream.labels} == set(range(PUBLISHES_MEANWHILE))
+    assert {label for stream in streams for label in stream.labels} == set(
+        range(PUBLISHES_MEANWHILE)
+    )
     assert all(stream.labels == sorted(stream.labels) for stream in streams)
-    assert len({span[0] for stream in streams for span in stream.spans[1:]}) >= PUBLISHES_MEANWHILE // 2
+    assert (
+        len({span[0] for stream in streams for span in stream.spans[1:]})
+        >= PUBLISHES_MEANWHILE // 2
+    )
 
 
 def check_versions(streams: Sequence[Stream]) -> None:
@@ -454,7 +525,9 @@ def check_replay(streams: Sequence[Stream], checkpoints: Path, number: int) -> N
             assert int(label) in fits
             assert fits == [int(label)] or end - start < MIN_DISTINCT
             drawn, likeliest = by_version[int(label)]
-            assert stream.temperature or torch.all(drawn[start:end] > likeliest[start:end] - TOLERANCE)
+            assert stream.temperature or torch.all(
+                drawn[start:end] > likeliest[start:end] - TOLERANCE
+            )
 
 
 def check_complete(streams: Sequence[Stream]) -> None:

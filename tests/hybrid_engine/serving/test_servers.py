@@ -60,7 +60,11 @@ CASES = {
     "deepseek_v2, tp2 pp2 to tp1": Case(
         "deepseek_v2",
         4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
         max_tokens=8 if DECODES else 1,
     ),
     "llama, one trainer to two replicas": Case("llama", 1, {}, (("--data-parallel-size", "2"),)),
@@ -70,7 +74,14 @@ ALWAYS = ("qwen2, tp2 to tp1",)
 
 
 def config_of(model: str, urls: list[str], actor: Values, **generate: Any) -> Any:
-    keys = {"servers": urls, "verify": "full", "bucket_mb": 1, "timeout_seconds": 60, "max_model_len": 128, **generate}
+    keys = {
+        "servers": urls,
+        "verify": "full",
+        "bucket_mb": 1,
+        "timeout_seconds": 60,
+        "max_model_len": 128,
+        **generate,
+    }
     actor_keys = {"params_dtype": "float32", "seq_length": 32, "optimizer": {"lr": 1e-2}, **actor}
     return load_config({"model": model, "actor_config": actor_keys, "generate_config": keys})
 
@@ -82,8 +93,12 @@ def train_step(worker: ActorHybridWorker, step: int) -> None:
     worker.update(batch, lambda batch, log_probs: -log_probs.mean())
 
 
-def publish_versions(model: str, urls: list[str], case: Case, out: str) -> tuple[list[Any], list[dict[str, str]]]:
-    """Publish and withdraw each version; return the last one's completions, and checksums by server."""
+def publish_versions(
+    model: str, urls: list[str], case: Case, out: str
+) -> tuple[list[Any], list[dict[str, str]]]:
+    """Publish and withdraw each version; return the last one's completions, and checksums by
+    server.
+    """
     of_versions = []
     with ActorHybridWorker(config_of(model, urls, case.actor, **case.generate)) as worker:
         servers = [HttpServer(url, 60) for url in urls]
@@ -123,16 +138,26 @@ def checksums(server: HttpServer) -> dict[str, str]:
 
 def version_of(server: HttpServer) -> str | None:
     """Return the version of the weights; None for vLLM 0.26, which does not report it."""
-    return str(server.get("weight_info")["weight_version"]) if has_route(server, "weight_info") else None
+    return (
+        str(server.get("weight_info")["weight_version"])
+        if has_route(server, "weight_info")
+        else None
+    )
 
 
 def complete(
-    server: HttpServer, max_tokens: int, prompts: list[list[int]] = PROMPTS, temperature: float = 0.0
+    server: HttpServer,
+    max_tokens: int,
+    prompts: list[list[int]] = PROMPTS,
+    temperature: float = 0.0,
 ) -> list[Any]:
     body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": temperature, "logprobs": 0}
     body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     choices = server.post("v1/completions", body)["choices"]
-    return [(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])) for choice in choices]
+    return [
+        (tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
+        for choice in choices
+    ]
 
 
 def write_model(directory: Path, family: str, **changed: Any) -> str:
@@ -142,7 +167,9 @@ def write_model(directory: Path, family: str, **changed: Any) -> str:
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-def test_a_server_computes_the_same_as_a_cold_start(engines: Ranks, tmp_path: Path, name: str) -> None:
+def test_a_server_computes_the_same_as_a_cold_start(
+    engines: Ranks, tmp_path: Path, name: str
+) -> None:
     assert_matches_cold_start(engines, tmp_path, CASES[name])
 
 
@@ -156,14 +183,20 @@ def assert_matches_cold_start(engines: Ranks, tmp_path: Path, case: Case) -> Non
     model = write_model(tmp_path / "model", case.family)
     with ExitStack() as ends:
         servers = [
-            ends.enter_context(serving(model, tmp_path / f"server{number}", *FILLED, *PLAIN, *arguments))
+            ends.enter_context(
+                serving(model, tmp_path / f"server{number}", *FILLED, *PLAIN, *arguments)
+            )
             for number, arguments in enumerate(case.servers)
         ]
         urls = [server.url for server in servers]
-        results = engines.launch(publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400)
+        results = engines.launch(
+            publish_versions, case.trainers, model, urls, case, str(tmp_path), timeout=400
+        )
     completions, sums = results[0]
     for number, arguments in enumerate(case.servers):
-        with serving(tmp_path / f"v{NUM_VERSIONS - 1}", tmp_path / f"cold{number}", *PLAIN, *arguments) as cold:
+        with serving(
+            tmp_path / f"v{NUM_VERSIONS - 1}", tmp_path / f"cold{number}", *PLAIN, *arguments
+        ) as cold:
             assert checksums(HttpServer(cold.url, 60)) == sums[number]
             if len(case.servers) == 1:  # otherwise ranks used different servers
                 assert complete(HttpServer(cold.url, 60), case.max_tokens) == completions

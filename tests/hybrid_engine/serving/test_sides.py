@@ -77,7 +77,9 @@ def job() -> Iterator[Job]:
 
 
 def publisher_of(job: Job, *servers: object, trainer: Any = None) -> WeightPublisher:
-    return WeightPublisher(trainer or NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job)
+    return WeightPublisher(
+        trainer or NoTraining(), servers, config=GenerateConfig(timeout_seconds=60), job=job
+    )
 
 
 def test_a_refused_invitation_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +87,12 @@ def test_a_refused_invitation_leaves_the_job_alone(monkeypatch: pytest.MonkeyPat
     receiver = WeightReceiver(NoWeights(), NoWeights(), 0, CPU)
     with closing(Rendezvous(None)) as place:
         invitation = Invitation(
-            place=place.place, name=place.name, first_rank=0, num_workers=1, size=1, settings={"timeout_seconds": 60}
+            place=place.place,
+            name=place.name,
+            first_rank=0,
+            num_workers=1,
+            size=1,
+            settings={"timeout_seconds": 60},
         ).signed()
         receiver.join(invitation)
         receiver.switch(Update(name=place.name, to="infer", version=3))
@@ -104,7 +111,9 @@ class SignallingManager(ShardingManager):
         self.is_built.set()
 
 
-def test_servers_that_fail_after_joining_are_invited_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_fail_after_joining_are_invited_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = NoWorkers()
     with closing(publisher_of(job, server)) as publisher:
         server.fails_in = "init_weight_transfer_engine"

@@ -37,7 +37,12 @@ from tests.zoo.families import served_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+}
 SERVERS = {"tp1": (), "tp2": TP2}
 NUM_TRAINERS = 2
 NUM_VERSIONS = 3
@@ -60,7 +65,9 @@ class Served:
 
 
 class LinkCounter:
-    """Counts bytes over a link in both directions during a block, from and to a barrier of all ranks."""
+    """Counts bytes over a link in both directions during a block, from and to a barrier of all
+    ranks.
+    """
 
     def __init__(self, worker: ActorHybridWorker, host: Host) -> None:
         self._worker = worker
@@ -80,17 +87,21 @@ class LinkCounter:
 
 
 def publish_versions(host: Host, urls: list[str], least: int) -> list[Served]:
-    """Publish from a rank of the trainers, on their host; `least`: bytes that must cross the link."""
+    """Publish from a rank of the trainers, on its host; `least`: bytes that must be sent."""
     os.environ[TOKEN] = SECRET
     with host.entered():
         actor = {"tensor_model_parallel_size": 2}
         config = config_of("/tmp/model", urls, actor, server_address=host.address, bucket_mb=8)
         with ActorHybridWorker(config) as worker:
             servers = [HttpServer(url, 60) for url in urls]
-            return [_publish(worker, host, servers, version, least) for version in range(NUM_VERSIONS)]
+            return [
+                _publish(worker, host, servers, version, least) for version in range(NUM_VERSIONS)
+            ]
 
 
-def _publish(worker: ActorHybridWorker, host: Host, servers: list[HttpServer], version: int, least: int) -> Served:
+def _publish(
+    worker: ActorHybridWorker, host: Host, servers: list[HttpServer], version: int, least: int
+) -> Served:
     with LinkCounter(worker, host) as forth:
         worker.sharding.publish()
     report = worker.sharding.last_report
@@ -101,14 +112,21 @@ def _publish(worker: ActorHybridWorker, host: Host, servers: list[HttpServer], v
     assert not any(listener.startswith(ANYWHERE) for listener in host.listeners())
     served = Served([], [])
     if worker.rank == 0:
-        assert [server.get("weight_info")["weight_version"] for server in servers] == [str(version)] * len(servers)
-        served = Served([checksums(server) for server in servers], [completions_of(server) for server in servers])
+        assert [server.get("weight_info")["weight_version"] for server in servers] == [
+            str(version)
+        ] * len(servers)
+        served = Served(
+            [checksums(server) for server in servers],
+            [completions_of(server) for server in servers],
+        )
     worker.barrier("checked")
     with LinkCounter(worker, host) as back:
         worker.sharding.withdraw()
     assert back.nbytes < least * OVERHEAD
     if worker.rank == 0:
-        assert [server.get("weight_info")["weight_version"] for server in servers] == [NO_VERSION] * len(servers)
+        assert [server.get("weight_info")["weight_version"] for server in servers] == [
+            NO_VERSION
+        ] * len(servers)
     worker.save_hf_checkpoint(f"/tmp/v{version}")
     train_step(worker, version)
     return served
@@ -135,13 +153,23 @@ def start_servers(host: Host, model: str, *load: str) -> Iterator[list[str]]:
 
         def start(name: str) -> str:
             directory = host.path(f"{model} {name}")
-            server = serving(model, directory, *load, *PLAIN, *SERVERS[name], environment={TOKEN: SECRET}, host=host)
+            server = serving(
+                model,
+                directory,
+                *load,
+                *PLAIN,
+                *SERVERS[name],
+                environment={TOKEN: SECRET},
+                host=host,
+            )
             return ends.enter_context(server).url
 
         yield list(pool.map(start, SERVERS))
 
 
-def test_each_byte_crosses_the_link_to_servers_once(engines: Ranks, hosts: tuple[Host, Host]) -> None:
+def test_each_byte_crosses_the_link_to_servers_once(
+    engines: Ranks, hosts: tuple[Host, Host]
+) -> None:
     trainers, away = hosts
     config = {**served_config("qwen2", **SIZES), "torch_dtype": "float32"}
     weights = random_weights(config, 7, torch.float32)
@@ -152,7 +180,9 @@ def test_each_byte_crosses_the_link_to_servers_once(engines: Ranks, hosts: tuple
     with start_servers(away, "/tmp/model", *FILLED) as urls:
         before = away.listeners()
         with trainers.network():
-            served = engines.launch(publish_versions, NUM_TRAINERS, trainers, urls, least, timeout=400)[0]
+            served = engines.launch(
+                publish_versions, NUM_TRAINERS, trainers, urls, least, timeout=400
+            )[0]
         new = away.listeners() - before
     assert {listener.rpartition(":")[0] for listener in new} == {away.address}
     assert len({str(version.sums) for version in served}) == NUM_VERSIONS
@@ -181,7 +211,9 @@ def publish_over_a_cut_link(host: Host, away: Host, url: str) -> None:
             publish_while_cut(worker, away, url, "a server was lost in a switch", has_begun=True)
 
 
-def publish_while_cut(worker: ActorHybridWorker, away: Host, url: str, error: str, has_begun: bool) -> None:
+def publish_while_cut(
+    worker: ActorHybridWorker, away: Host, url: str, error: str, has_begun: bool
+) -> None:
     """Fail in time with the training weights unchanged, and publish again on the restored link."""
     flats = worker.sharding.trainer.weights.buffers()
     before = {name: flat.clone() for name, flat in flats.items()}
@@ -219,4 +251,6 @@ def test_trainers_survive_a_cut_link(engines: Ranks, hosts: tuple[Host, Host]) -
     start_fork_server()
     arguments = "/tmp/model", away.path("/tmp/server"), *FILLED, *PLAIN
     with serving(*arguments, environment={TOKEN: SECRET}, host=away) as server, trainers.network():
-        engines.launch(publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300)
+        engines.launch(
+            publish_over_a_cut_link, NUM_TRAINERS, trainers, away, server.url, timeout=300
+        )

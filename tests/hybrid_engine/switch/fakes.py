@@ -95,11 +95,16 @@ class FakeTraining:
         numel = sum(rows * columns for rows, columns in shapes.values()) // num_ranks
         device = own_device()
         self.param, self.grad = (
-            allocate_elastic(numel, torch.float32, device, kind) if elastic else torch.zeros(numel, device=device)
+            allocate_elastic(numel, torch.float32, device, kind)
+            if elastic
+            else torch.zeros(numel, device=device)
             for kind in ("param", "grad")
         )
         self.grad.zero_()  # `allocate_elastic` does not clear memory of a GPU
-        values = (canonical(name, 0, shape).chunk(num_ranks)[rank].flatten() for name, shape in shapes.items())
+        values = (
+            canonical(name, 0, shape).chunk(num_ranks)[rank].flatten()
+            for name, shape in shapes.items()
+        )
         self.param.copy_(torch.cat([*values]))
         self.main = self.param.clone()
         self.moment = torch.full((numel,), 0.25, device=device)
@@ -117,7 +122,9 @@ class FakeTraining:
         shards = []
         for name, (rows, columns) in self.shapes.items():
             part = rows // self.num_ranks
-            shards.append(self._shard(name, (self.rank * part, 0), (part, columns), buffer_id, offset))
+            shards.append(
+                self._shard(name, (self.rank * part, 0), (part, columns), buffer_id, offset)
+            )
             offset += part * columns
         buffers = {buffer_id: Buffer(self.param.numel(), "float32")}
         for name in self.tensors.keys() - self.shapes.keys():
@@ -126,7 +133,9 @@ class FakeTraining:
         return Layout(self.tensors, buffers, tuple(shards))
 
     @staticmethod
-    def _shard(name: str, offsets: tuple[int, int], lengths: tuple[int, int], buffer_id: BufferId, at: int) -> Shard:
+    def _shard(
+        name: str, offsets: tuple[int, int], lengths: tuple[int, int], buffer_id: BufferId, at: int
+    ) -> Shard:
         return Shard(Region(name, offsets, lengths), Place(buffer_id, at, (lengths[1], 1)))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -178,7 +187,10 @@ class FakeTraining:
         self.values["param"] = [self.param.clone()]
 
     def _remember(self) -> None:
-        self.values = {"param": [self.param.clone()], "optimizer": [self.main.clone(), self.moment.clone()]}
+        self.values = {
+            "param": [self.param.clone()],
+            "optimizer": [self.main.clone(), self.moment.clone()],
+        }
 
     def assert_unchanged(self, kinds: Iterable[str] = ("param", "optimizer")) -> None:
         """Assert that every tensor has the bits it had after the last step."""
@@ -191,7 +203,9 @@ class FakeTraining:
 class FakeInference:
     """Inference weights and caches; every rank uses whole tensors, and each tensor is a group."""
 
-    def __init__(self, script: Script, rank: int, tensors: Shapes = MappingProxyType(SHAPES)) -> None:
+    def __init__(
+        self, script: Script, rank: int, tensors: Shapes = MappingProxyType(SHAPES)
+    ) -> None:
         self.script = script
         self.rank = rank
         self.dtype = "float32"
@@ -202,9 +216,15 @@ class FakeInference:
 
     def layout(self) -> Layout:
         ids = {name: BufferId(self.rank, f"{name}.weight") for name in self.tensors}
-        buffers = {ids[name]: Buffer(math.prod(shape), self.dtype, name) for name, shape in self.tensors.items()}
+        buffers = {
+            ids[name]: Buffer(math.prod(shape), self.dtype, name)
+            for name, shape in self.tensors.items()
+        }
         shards = [
-            Shard(Region(name, (0,) * len(shape), shape), Place(ids[name], 0, torch.empty(shape).stride()))
+            Shard(
+                Region(name, (0,) * len(shape), shape),
+                Place(ids[name], 0, torch.empty(shape).stride()),
+            )
             for name, shape in self.tensors.items()
         ]
         return Layout(self.tensors, buffers, tuple(shards))
@@ -271,7 +291,9 @@ class ScriptedOffloader(Offloader):
             self.script.reach(f"offload {kind}")
         return super().offload(kinds, late=late)
 
-    def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, late: Collection[str] = ()) -> int:
+    def onload(
+        self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, late: Collection[str] = ()
+    ) -> int:
         """Onload the kinds before a failing one first, like the real offloader."""
         coming = self._select(kinds, away=True)
         for number, kind in enumerate(coming):
@@ -374,8 +396,13 @@ class Rig:
         shapes = self.training.shapes
         assert self.inference.in_force == set(shapes)
         (own,) = self.training.values["param"]
-        messages = self.job.agreement.gather(own.cpu().numpy().tobytes(), bytes, "comparison of weights")
-        trained = [torch.frombuffer(bytearray(message), dtype=own.dtype).to(own.device) for message in messages]
+        messages = self.job.agreement.gather(
+            own.cpu().numpy().tobytes(), bytes, "comparison of weights"
+        )
+        trained = [
+            torch.frombuffer(bytearray(message), dtype=own.dtype).to(own.device)
+            for message in messages
+        ]
         sizes = [rows * columns // len(trained) for rows, columns in shapes.values()]
         for name, *parts in zip(shapes, *(flat.split(sizes) for flat in trained), strict=True):
             assert torch.equal(self.inference.live[name], torch.cat(parts)), name

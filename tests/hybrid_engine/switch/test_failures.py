@@ -16,19 +16,41 @@ from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 FAILURES = {
     "prepare": (OSError("disk on fire"), ReshardError, "prepare.*OSError: disk on fire"),
     "check": (WeightError(["first: 1 NaN"]), WeightError, "first: 1 NaN"),
-    "allocate first": (MemoryError("full"), ReshardError, "bucket 0, phase allocate, groups first: MemoryError: full"),
-    "allocate second": (MemoryError("full"), ReshardError, "bucket 1, phase allocate, groups second: MemoryError"),
+    "allocate first": (
+        MemoryError("full"),
+        ReshardError,
+        "bucket 0, phase allocate, groups first: MemoryError: full",
+    ),
+    "allocate second": (
+        MemoryError("full"),
+        ReshardError,
+        "bucket 1, phase allocate, groups second: MemoryError",
+    ),
     "buffers": (KeyError(), ReshardError, "bucket 0, phase release.*KeyError"),
-    "commit first": (OSError("odd"), ReshardError, "bucket 0, phase commit, groups first: OSError: odd"),
-    "commit second": (OSError("odd"), ReshardError, "bucket 1, phase commit, groups second: OSError: odd"),
+    "commit first": (
+        OSError("odd"),
+        ReshardError,
+        "bucket 0, phase commit, groups first: OSError: odd",
+    ),
+    "commit second": (
+        OSError("odd"),
+        ReshardError,
+        "bucket 1, phase commit, groups second: OSError: odd",
+    ),
     "offload grad": (OffloadError("stuck"), OffloadError, "stuck"),
     "offload param": (OffloadError("stuck"), OffloadError, "stuck"),
     "onload param": (OffloadError("full"), OffloadError, "full"),
     "wake": (MemoryError("full"), ReshardError, "resume.*MemoryError: full"),
     "reset": (OSError("odd"), ReshardError, "resume.*OSError: odd"),
 }
-NOT_FROM = {TRAIN: {"onload param"}, FORWARD: {"onload param", "offload grad"}, IDLE: {"offload grad"}}
-FAILURE_CASES = [(before, call) for before in NOT_FROM for call in FAILURES if call not in NOT_FROM[before]]
+NOT_FROM = {
+    TRAIN: {"onload param"},
+    FORWARD: {"onload param", "offload grad"},
+    IDLE: {"offload grad"},
+}
+FAILURE_CASES = [
+    (before, call) for before in NOT_FROM for call in FAILURES if call not in NOT_FROM[before]
+]
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
@@ -42,7 +64,10 @@ def test_a_failed_switch_to_infer_restores_the_previous_state(
     report = rig.manager.last_report
     error, kind, message = FAILURES[call]
     rig.script.arm(call, error)
-    with caplog.at_level(logging.ERROR, "hybrid_engine"), pytest.raises(kind, match=message) as failure:
+    with (
+        caplog.at_level(logging.ERROR, "hybrid_engine"),
+        pytest.raises(kind, match=message) as failure,
+    ):
         rig.manager.enter(INFER)
     assert not isinstance(failure.value, RemoteError)
     assert call in rig.script.calls
@@ -114,13 +139,17 @@ RESTORE_FAILURES = {
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, INFER])
 @pytest.mark.parametrize("restoring_call", RESTORE_FAILURES)
-def test_after_a_failed_restore_the_next_switch_recovers(job: None, restoring_call: str, target: State, elastic: bool):
+def test_after_a_failed_restore_the_next_switch_recovers(
+    job: None, restoring_call: str, target: State, elastic: bool
+):
     rig = Rig(elastic=elastic)
     rig.training.step()
     call, offloaded = RESTORE_FAILURES[restoring_call]
     rig.script.arm(call, OSError("disk on fire"))
     rig.script.arm(restoring_call, OffloadError("no memory left"))
-    with refused(ReshardError, "restore-failed", "train->infer", "disk on fire", "no memory left") as failure:
+    with refused(
+        ReshardError, "restore-failed", "train->infer", "disk on fire", "no memory left"
+    ) as failure:
         rig.manager.enter(INFER)
     assert offloaded in str(failure.value)
     assert "the state is interrupted" in str(failure.value)

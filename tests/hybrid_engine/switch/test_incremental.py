@@ -108,7 +108,9 @@ def test_kept_weights_stay_within_the_bound(job: None, megabytes: int, kept: set
     rig.manager.enter(INFER)
     report = rig.manager.enter(TRAIN)
     rig.assert_is(TRAIN, kept=kept)
-    assert report.bytes_kept == rig.inference.resident_nbytes() == sum(NBYTES[name] for name in kept)
+    assert (
+        report.bytes_kept == rig.inference.resident_nbytes() == sum(NBYTES[name] for name in kept)
+    )
     assert report.bytes_kept <= megabytes * 1024**2
     rig.script.take()
     rig.enter(INFER)

@@ -36,7 +36,14 @@ SETTINGS = {
     "elastic": {"elastic": True},
     "all": {"elastic": True, "incremental": "auto", "incremental_mb": 2, "verify": "full"},
 }
-SWITCHES = [(TRAIN, INFER), (INFER, TRAIN), (FORWARD, INFER), (INFER, IDLE), (IDLE, INFER), (FORWARD, TRAIN)]
+SWITCHES = [
+    (TRAIN, INFER),
+    (INFER, TRAIN),
+    (FORWARD, INFER),
+    (INFER, IDLE),
+    (IDLE, INFER),
+    (FORWARD, TRAIN),
+]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from finalizers
@@ -80,7 +87,12 @@ def test_an_interrupt_at_any_line_loses_nothing(
 def test_an_interrupted_context_does_not_block_the_next_one(job: None, at: int) -> None:
     rig = Rig()
     interrupter = Interrupter(at)
-    with contextlib.suppress(Stop), interrupter, rig.manager.entered(TRAIN), rig.manager.entered(TRAIN):
+    with (
+        contextlib.suppress(Stop),
+        interrupter,
+        rig.manager.entered(TRAIN),
+        rig.manager.entered(TRAIN),
+    ):
         pass
     # Contexts that nothing refers to must not count as entered.
     gc.collect()

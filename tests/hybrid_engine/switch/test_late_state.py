@@ -21,7 +21,8 @@ from tests.walk.runs import configured, subject_of, written_model
 from tests.zoo import workers
 
 NUM_ITERATIONS = 20
-# Iterations in which the step's wait fails on a rank, or ends by Ctrl-C; and those of the checkpoint.
+# Iterations in which the step's wait fails on a rank, or ends by Ctrl-C; and those of the
+# checkpoint.
 FAILS = 4
 IS_INTERRUPTED = 8
 SAVES = 11
@@ -29,7 +30,7 @@ LOADS = 15
 
 
 def iterations(directory: Path, trainer: str, is_late: bool) -> tuple[list[float], TensorDict]:
-    """Switch to inference and back before each step; return the losses, and the state at the end."""
+    """Switch to inference and back before each step; return losses, and the state at the end."""
     directory.mkdir(exist_ok=True)
     losses: list[float] = []
     with ExitStack() as ends:
@@ -48,7 +49,9 @@ def iterations(directory: Path, trainer: str, is_late: bool) -> tuple[list[float
 
         def step(number: int) -> float:
             rows = {name: values % 64 for name, values in workers.batch(seed=number).items()}
-            share = {name: values.chunk(limits.dp_size)[limits.dp_rank] for name, values in rows.items()}
+            share = {
+                name: values.chunk(limits.dp_size)[limits.dp_rank] for name, values in rows.items()
+            }
             return float(scorer.train_step(share, workers.cross_entropy)["loss"])
 
         for number in range(NUM_ITERATIONS):
@@ -63,7 +66,11 @@ def iterations(directory: Path, trainer: str, is_late: bool) -> tuple[list[float
                 copy = QueuedCopy if torch.cuda.is_available() else LateCopy
                 meets_it = number == IS_INTERRUPTED or job.rank == 1
                 kind = type(error) if number == IS_INTERRUPTED else HybridEngineError
-                failure = mock.patch.object(copy, "wait", side_effect=error) if meets_it else nullcontext()
+                failure = (
+                    mock.patch.object(copy, "wait", side_effect=error)
+                    if meets_it
+                    else nullcontext()
+                )
                 with failure, pytest.raises(kind) as caught:
                     step(number)
                 if number == FAILS and meets_it:

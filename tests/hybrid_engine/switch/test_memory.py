@@ -23,7 +23,15 @@ import pytest
 from hybrid_engine.layouts.memory import MemoryPeaks, TrainingMemory
 from hybrid_engine.switch.sharding_manager import State
 from tests.harness.launch import on_engines
-from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, FakeInference, Rig
+from tests.hybrid_engine.switch.fakes import (
+    FORWARD,
+    INFER,
+    NBYTES,
+    TRAIN,
+    TRAINING_NBYTES,
+    FakeInference,
+    Rig,
+)
 from tests.zoo import workers
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 520}
@@ -71,7 +79,9 @@ def test_peaks_are_those_of_plans_and_cycles_leak_nothing(model: Path, case: str
         of_state = sum(offloader.resident_nbytes().values())
         highest = max(highest, sharding.enter(State.INFER).peak_bytes)
         if cycle >= WARM_UP:
-            usages.append(_measure_process(sum(arena.nbytes for arena in offloader._arenas.values())))
+            usages.append(
+                _measure_process(sum(arena.nbytes for arena in offloader._arenas.values()))
+            )
     worker.shutdown()
     params, rest, nothing = (np.array([nbytes]) for nbytes in (training, of_state - training, 0))
     state = TrainingMemory(params, rest, nothing, copied=params)
@@ -90,7 +100,9 @@ def test_peaks_are_those_of_plans_and_cycles_leak_nothing(model: Path, case: str
     assert median(after - before for before, after in pairwise(resident)) < LEAK, resident
     before, *_, after = usages
     assert after.pop("arenas") == before.pop("arenas")
-    assert {name: (before[name], after[name]) for name in before if after[name] > before[name]} == {}
+    assert {
+        name: (before[name], after[name]) for name in before if after[name] > before[name]
+    } == {}
 
 
 def _measure_process(host_nbytes: int) -> dict[str, int]:
@@ -122,7 +134,9 @@ class KeepingInference(FakeInference):
 
 
 @pytest.mark.parametrize(("is_elastic", "is_kept"), [(False, False), (True, True), (False, True)])
-def test_planned_peaks_match_late_offload_and_kept_weights(job: None, is_elastic: bool, is_kept: bool) -> None:
+def test_planned_peaks_match_late_offload_and_kept_weights(
+    job: None, is_elastic: bool, is_kept: bool
+) -> None:
     rig = Rig(build=False, elastic=is_elastic, release_weights=not is_kept)
     if is_kept:
         rig.inference = KeepingInference(rig.script, rig.job.rank)
@@ -136,7 +150,9 @@ def test_planned_peaks_match_late_offload_and_kept_weights(job: None, is_elastic
         report = rig.manager.enter(INFER)
         assert report is not None
         measured[state] = report.peak_bytes
-    state = TrainingMemory(*(np.array([TRAINING_NBYTES[kind]]) for kind in TRAINING_NBYTES), copied=np.array([0]))
+    state = TrainingMemory(
+        *(np.array([TRAINING_NBYTES[kind]]) for kind in TRAINING_NBYTES), copied=np.array([0])
+    )
     state = state if is_elastic else state.leaving_whole()
     bucket = max(bucket.nbytes for bucket in rig.manager.plan.buckets)
     peaks = MemoryPeaks(state, np.array([NBYTES]), bucket, keeps_inference=is_kept)

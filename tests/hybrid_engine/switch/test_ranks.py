@@ -89,7 +89,13 @@ def layout_fails_on_rank_1(rank: int) -> dict[str, object]:
 def transports(rank: int) -> dict[str, object]:
     """Return the report's figures and the bytes counted, by transport and kind of buffers."""
     results = {}
-    cases = [("shared_memory", True), ("collective", True), ("collective", False), ("auto", True), ("auto", False)]
+    cases = [
+        ("shared_memory", True),
+        ("collective", True),
+        ("collective", False),
+        ("auto", True),
+        ("auto", False),
+    ]
     for transport, elastic in cases:
         groups = [
             mock.patch.object(Job, name, autospec=True, side_effect=getattr(Job, name))
@@ -109,7 +115,9 @@ def transports(rank: int) -> dict[str, object]:
         carried = Counter()
         for name, prepare in shares.items():
             for _, transfers in (call.args for call in prepare.call_args_list):
-                carried[name] += sum(transfer.nbytes for transfer in transfers if transfer.dst_rank == rank)
+                carried[name] += sum(
+                    transfer.nbytes for transfer in transfers if transfer.dst_rank == rank
+                )
         assert_switches_succeed(rig)
         rig.close()
         rig.close()  # idempotent
@@ -142,7 +150,9 @@ def one_rank_fails(rank: int) -> dict[str, object]:
         results[f"{call}, shared_memory"] = _fail_on_rank_0(
             call, elastic=True, transport="shared_memory", verify="full"
         )
-        results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective", verify="full")
+        results[f"{call}, collective"] = _fail_on_rank_0(
+            call, transport="collective", verify="full"
+        )
     return results
 
 
@@ -209,7 +219,13 @@ def release_fails_on_rank_0(rank: int) -> dict[str, object]:
 
 def _interrupt(owner: type, name: str, incremental: str) -> dict[str, object]:
     """Interrupt rank 0 in the first call of a method within the second fill."""
-    rig = Rig(elastic=True, transport="collective", incremental=incremental, incremental_mb=0, timeout_seconds=20)
+    rig = Rig(
+        elastic=True,
+        transport="collective",
+        incremental=incremental,
+        incremental_mb=0,
+        timeout_seconds=20,
+    )
     is_interrupted = rig.job.rank == 0
     method = getattr(owner, name)
     signals = list[int]()
@@ -275,7 +291,10 @@ def only_what_changed(rank: int) -> dict[str, object]:
             action()
         rig.script.take()
         report = rig.enter(INFER)
-        sent[name] = [call for call in rig.script.take() if call.startswith("commit")], report.bytes_skipped
+        sent[name] = (
+            [call for call in rig.script.take() if call.startswith("commit")],
+            report.bytes_skipped,
+        )
 
     def on_rank_1(action: Callable[[], object]) -> Callable[[], object]:
         return action if rig.training.rank == 1 else lambda: None
@@ -295,16 +314,24 @@ def only_what_changed(rank: int) -> dict[str, object]:
 
 
 ON_THREADS |= {
-    "other_device_on_rank_1": lambda rank: error_of(Rig(build=False, device="meta" if rank == 1 else None).build),
+    "other_device_on_rank_1": lambda rank: error_of(
+        Rig(build=False, device="meta" if rank == 1 else None).build
+    ),
     "other_plan_on_rank_1": lambda rank: error_of(Rig(build=False, bucket_mb=1 + rank).build),
-    "other_setting_on_rank_1": lambda rank: error_of(Rig(build=False, verify="full" if rank == 1 else "off").build),
-    "shared_memory_without_exported_buffers": lambda _: error_of(lambda: Rig(transport="shared_memory")),
+    "other_setting_on_rank_1": lambda rank: error_of(
+        Rig(build=False, verify="full" if rank == 1 else "off").build
+    ),
+    "shared_memory_without_exported_buffers": lambda _: error_of(
+        lambda: Rig(transport="shared_memory")
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids="rank {} is late".format)
 def two_ranks(request: pytest.FixtureRequest) -> ByRank:
-    """Results of each scenario on threads, by rank; on GPUs in processes, which NCCL's messages need."""
+    """Results of each scenario on threads, by rank; on GPUs in processes, which NCCL's messages
+    need.
+    """
     if torch.cuda.is_available():
         return request.getfixturevalue("two_processes")
     return RankThreads(2, request.param, early=True).run(
@@ -329,12 +356,24 @@ def two_processes(ranks: Ranks) -> ByRank:
 REMOTE = RemoteError
 # scenario -> class of each rank's error, texts in both messages, further results of both ranks
 ERRORS: dict[str, tuple[tuple[type, type], list[str], dict[str, str]]] = {
-    "plan_faults": ((PlanError, PlanError), ["orphan: a training parameter", "longed_for", "no training rank"], {}),
+    "plan_faults": (
+        (PlanError, PlanError),
+        ["orphan: a training parameter", "longed_for", "no training rank"],
+        {},
+    ),
     "other_plan_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
     "other_setting_on_rank_1": ((PlanError, PlanError), ["different plans"], {}),
     "layout_fails_on_rank_1": ((REMOTE, ReshardError), ["OSError: disk on fire"], {}),
-    "other_device_on_rank_1": ((REMOTE, ConfigError), ["meta, but training weights of rank 1 are on "], {}),
-    "shared_memory_without_exported_buffers": ((ConfigError, ConfigError), ["generate_config.transport"], {}),
+    "other_device_on_rank_1": (
+        (REMOTE, ConfigError),
+        ["meta, but training weights of rank 1 are on "],
+        {},
+    ),
+    "shared_memory_without_exported_buffers": (
+        (ConfigError, ConfigError),
+        ["generate_config.transport"],
+        {},
+    ),
     "interrupted_on_rank_0": (
         (DifferentCallsError, DifferentCallsError),
         ["entering rollout_context (3 numbers) on rank 1"],
@@ -381,7 +420,9 @@ def test_each_transport_reads_only_the_other_half(two_processes: ByRank):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-@pytest.mark.parametrize("call", ["prepare", "buffers", "proving", "allocate second", "commit second", "wake"])
+@pytest.mark.parametrize(
+    "call", ["prepare", "buffers", "proving", "allocate second", "commit second", "wake"]
+)
 def test_a_failure_of_one_rank_is_raised_on_both(two_ranks: ByRank, call: str, transport: str):
     local, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
     assert local["names"][0] == ReshardError.__name__

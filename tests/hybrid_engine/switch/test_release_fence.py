@@ -30,7 +30,9 @@ NUM_RANKS = 3
 NUM_BUCKETS = 4
 BUCKETS = (1, 2, 5, 7)  # the plan's other buckets are skipped
 BUFFERS = {"flat": torch.zeros(NUM_BUCKETS)}
-SCHEDULE = {bucket: {"flat": (Extent(position, position + 1),)} for position, bucket in enumerate(BUCKETS)}
+SCHEDULE = {
+    bucket: {"flat": (Extent(position, position + 1),)} for position, bucket in enumerate(BUCKETS)
+}
 TIMEOUT = 30.0
 
 
@@ -56,10 +58,17 @@ class State:
 
 
 def on_one_host() -> Pace:
-    return Pace(FailureWatch(World(dist.HashStore(), 0, 1), TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
+    return Pace(
+        FailureWatch(World(dist.HashStore(), 0, 1), TIMEOUT),
+        1,
+        is_first=True,
+        timeout_seconds=TIMEOUT,
+    )
 
 
-def fill(rank: int, group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool) -> tuple[str, list[int]]:
+def fill(
+    rank: int, group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool
+) -> tuple[str, list[int]]:
     """Fill the way `WeightContainer` does; returns the outcome and the released positions.
 
     failing: rank -> (bucket, "before" or "after" it was sent).
@@ -93,7 +102,8 @@ def scenarios() -> list[dict[int, tuple[int, str]]]:
     singles = [{rank: moment} for rank in range(NUM_RANKS) for moment in moments]
     draw = random.Random(0)
     several = [
-        {rank: draw.choice(moments) for rank in draw.sample(range(NUM_RANKS), draw.choice([2, 3]))} for _ in range(40)
+        {rank: draw.choice(moments) for rank in draw.sample(range(NUM_RANKS), draw.choice([2, 3]))}
+        for _ in range(40)
     ]
     return [*singles, *several]
 
@@ -122,7 +132,9 @@ def test_no_failure_affects_the_next_switch(is_apart: bool, late: int) -> None:
             unread = [bucket for bucket, moment in failing.values() if moment == "before"]
             assert all(bucket < min(unread, default=NUM_BUCKETS) for bucket in released), failing
             if outcome == "filled":  # possible only if the other ranks failed after the last fence
-                assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), failing
+                assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), (
+                    failing
+                )
             elif rank not in failing:
                 assert outcome == PeerTransportError.__name__
 
@@ -245,7 +257,9 @@ def wait_for_an_ended_rank() -> tuple[str, float]:
 
 def test_a_fence_ends_when_a_rank_has_ended(ranks: Ranks) -> None:
     (message, seconds), _ = ranks.launch(wait_for_an_ended_rank, 2, timeout=100)
-    assert message.startswith(f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended.")
+    assert message.startswith(
+        f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended."
+    )
     assert seconds < TIMEOUT / 4  # well before the timeout
 
 

@@ -28,7 +28,9 @@ def test_report_of_a_switch_to_infer_and_back(rig: Rig):
     assert f"GB/s in the fill ({bound} of the bound), slowest rank 0" in str(first)
     back = rig.manager.enter(TRAIN)
     assert set(back.seconds_by_phase) >= {"release", "onload"}
-    assert set(back.seconds_by_phase).isdisjoint(FILL_PARTS | {"plan", "layout", "prepare", "resume"})
+    assert set(back.seconds_by_phase).isdisjoint(
+        FILL_PARTS | {"plan", "layout", "prepare", "resume"}
+    )
     assert (back.bytes_received, back.bytes_least, back.bytes_own) == (0, 0, 0)
     assert (back.bytes_offloaded, back.bytes_onloaded) == (0, sum(TRAINING_NBYTES.values()))
     assert rig.manager.last_report is back

@@ -40,12 +40,17 @@ def refusal_of(rig: Rig) -> str:
 
 def test_a_job_on_another_device_than_the_training_weights_is_refused(job: None) -> None:
     assert refusal_of(Rig(build=False, device="meta")).endswith(
-        "Job.device: meta, but training weights of rank 0 are on cpu. Pass their device: Job.join(..., device=...)"
+        "Job.device: meta, but training weights of rank 0 are on cpu. Pass their "
+        "device: Job.join(..., device=...)"
     )
 
 
-@pytest.mark.parametrize(("device", "refused"), [("cuda", False), ("cuda:1", False), ("cuda:0", True)])
-def test_a_device_without_an_index_matches_any_of_its_type(job: None, device: str, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "refused"), [("cuda", False), ("cuda:1", False), ("cuda:0", True)]
+)
+def test_a_device_without_an_index_matches_any_of_its_type(
+    job: None, device: str, refused: bool
+) -> None:
     rig = Rig(build=False, device=device)
     # Fails after the device check, because it has no memory to export.
     rig.training.param = mock.Mock(device=torch.device("cuda", 1))
@@ -103,7 +108,9 @@ def check_switches(transport: str, logged: str, host: str | None = None) -> None
 
 @contextmanager
 def device_memory(ends: ExitStack, host: str | None = None) -> Iterator[Callable[[], list[str]]]:
-    """Yield a function that returns the hosts without access to device memory, over the tests' model of the driver."""
+    """Yield a function that returns the hosts without access to device memory, over the tests'
+    model of the driver.
+    """
     with pytest.MonkeyPatch.context() as patch:
         DeviceRig(patch)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -124,11 +131,17 @@ def test_all_ranks_of_a_host_without_access_send_messages() -> None:
                 Rig(elastic=True, transport="shared_memory")
         with device_memory(ends, host="here") as hosts:
             assert hosts() == []
-            with mock.patch.object(device_pages, "fetch", side_effect=error) if rank else nullcontext():
+            with (
+                mock.patch.object(device_pages, "fetch", side_effect=error)
+                if rank
+                else nullcontext()
+            ):
                 assert hosts() == ["here"]
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="a process namespace of its own needs root"
+)
 
 
 def in_two_containers(check: Callable[[int], None]) -> None:
@@ -176,7 +189,10 @@ def switch_with_another_directory(other: str) -> None:
         for module in (groups, descriptors, setup) if rank else ():
             patch.setattr(module, "MEETING_DIRECTORY", other)
         directory = other if rank else groups.MEETING_DIRECTORY
-        others = f"by messages with 1 others (on another machine, or in a container with another {directory})"
+        others = (
+            "by messages with 1 others (on another machine, or in a container with "
+            f"another {directory})"
+        )
         check_switches("collective", f"{READ}{rank}; {others}")
 
 

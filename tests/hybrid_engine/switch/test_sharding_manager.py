@@ -20,7 +20,16 @@ from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State, call_hooks
 from tests.harness.errors import refused
 from tests.harness.late_copies import SECONDS, SECONDS_EXPOSED, LateCopies
-from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, NEEDED, TRAIN, TRAINING_NBYTES, Rig
+from tests.hybrid_engine.switch.fakes import (
+    FORWARD,
+    IDLE,
+    INFER,
+    NBYTES,
+    NEEDED,
+    TRAIN,
+    TRAINING_NBYTES,
+    Rig,
+)
 
 # States.
 
@@ -83,8 +92,24 @@ def test_resident_training_state_may_be_used_before_the_start(job: None):
         rig.training.guard(KINDS)
 
 
-ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWARD, IDLE, INFER, IDLE, TRAIN]
-OFFLOADS = [dict(zip(KINDS, flags, strict=True)) for flags in itertools.product([True, False], repeat=3)]
+ALL_SWITCHES = [
+    TRAIN,
+    FORWARD,
+    TRAIN,
+    INFER,
+    TRAIN,
+    IDLE,
+    FORWARD,
+    INFER,
+    FORWARD,
+    IDLE,
+    INFER,
+    IDLE,
+    TRAIN,
+]
+OFFLOADS = [
+    dict(zip(KINDS, flags, strict=True)) for flags in itertools.product([True, False], repeat=3)
+]
 
 
 def test_a_closed_manager_refuses_to_switch(rig: Rig):
@@ -96,7 +121,9 @@ def test_a_closed_manager_refuses_to_switch(rig: Rig):
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
-@pytest.mark.parametrize("offloads", OFFLOADS, ids=lambda flags: "+".join(k for k in flags if flags[k]) or "none")
+@pytest.mark.parametrize(
+    "offloads", OFFLOADS, ids=lambda flags: "+".join(k for k in flags if flags[k]) or "none"
+)
 def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
     rig = Rig(elastic=elastic, **{f"offload_train_{kind}": flag for kind, flag in offloads.items()})
     rig.training.step()
@@ -112,7 +139,9 @@ def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_what_fits_beside_inference_stays(job: None, share: float):
     """Once there is optimizer state, and until another model takes the device."""
-    rig = Rig(offload_train_param="auto", offload_train_optimizer="auto", gpu_memory_utilization=share)
+    rig = Rig(
+        offload_train_param="auto", offload_train_optimizer="auto", gpu_memory_utilization=share
+    )
     staying = {"param", "optimizer"} if share < 1 or own_device().type == "cpu" else set()
     with mock.patch.object(rig.inference, "share_memory") as shares:
         rig.manager.enter(INFER)
@@ -126,7 +155,9 @@ def test_what_fits_beside_inference_stays(job: None, share: float):
 
 @pytest.mark.parametrize("before", [INFER, FORWARD, IDLE])
 @pytest.mark.parametrize("ends", ["a step", "close", "the next switch"])
-def test_optimizer_state_comes_back_behind_training(rig: Rig, late_copies: LateCopies, before: State, ends: str):
+def test_optimizer_state_comes_back_behind_training(
+    rig: Rig, late_copies: LateCopies, before: State, ends: str
+):
     rig.training.step()
     rig.manager.enter(INFER)
     rig.manager.enter(before)
@@ -188,7 +219,11 @@ def suspending(job: None) -> Rig:
 
 
 def communicator_calls(rig: Rig) -> list[str]:
-    return [call for call in rig.script.take() if call in ("prepare", "suspend", "resume", "release", "allocate first")]
+    return [
+        call
+        for call in rig.script.take()
+        if call in ("prepare", "suspend", "resume", "release", "allocate first")
+    ]
 
 
 @pytest.mark.parametrize("target", [FORWARD, IDLE])
@@ -229,7 +264,9 @@ def test_the_next_switch_after_an_interrupt_resumes_communicators_first(suspendi
 
 
 @pytest.mark.parametrize(("is_alone", "resumes"), [(False, True), (True, False)])
-def test_a_failed_rank_does_not_wait_for_communicators(suspending: Rig, is_alone: bool, resumes: bool):
+def test_a_failed_rank_does_not_wait_for_communicators(
+    suspending: Rig, is_alone: bool, resumes: bool
+):
     suspending.manager.enter(INFER)
     suspending.script.take()
     if is_alone:
@@ -264,12 +301,18 @@ def test_the_trainer_is_probed_with_its_parameters_on_the_device(rig: Rig):
     check.must_repeat.assert_called_with(has_trained=False, will_fill=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams")
-def test_weights_are_read_after_the_device_is_synchronised(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/software_gpu/test_mutants.py has it with real streams"
+)
+def test_weights_are_read_after_the_device_is_synchronised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
     """Another process does not wait for kernels queued here, so the device is synchronised."""
     device = torch.device("cuda", 1)
     rig.manager.job = dataclasses.replace(rig.job, device=device)
-    streams = {device: SimpleNamespace(synchronize=partial(rig.script.reach, f"synchronize {device}"))}
+    streams = {
+        device: SimpleNamespace(synchronize=partial(rig.script.reach, f"synchronize {device}"))
+    }
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     rig.manager.enter(INFER)
     calls = rig.script.take()
@@ -297,12 +340,16 @@ def test_entering_the_current_state_is_not_a_switch(rig: Rig, state: State):
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner"), [pair for pair in itertools.permutations(NEEDED, 2) if pair[1] is not State.IDLE]
+    ("outer", "inner"),
+    [pair for pair in itertools.permutations(NEEDED, 2) if pair[1] is not State.IDLE],
 )
 def test_a_nested_context_of_another_state_is_refused(rig: Rig, outer: State, inner: State):
     with rig.manager.entered(outer):
         rig.script.take()
-        with refused(StateError, "nested-contexts", inner.context, outer.context), rig.manager.entered(inner):
+        with (
+            refused(StateError, "nested-contexts", inner.context, outer.context),
+            rig.manager.entered(inner),
+        ):
             raise AssertionError("inside")
         assert rig.script.take() == []
         rig.assert_is(outer)
@@ -436,7 +483,10 @@ def test_untrained_weights_are_copied_once(rig: Rig):
     [
         (lambda seen: lambda: seen.append(()), ()),
         (lambda seen: lambda report: seen.append((report,)), ("before",)),
-        (lambda seen: lambda report=None, *, verbose=False: seen.append((report, verbose)), ("before", False)),
+        (
+            lambda seen: lambda report=None, *, verbose=False: seen.append((report, verbose)),
+            ("before", False),
+        ),
         (lambda seen: lambda *arguments: seen.append(arguments), ("before", "after")),
     ],
 )

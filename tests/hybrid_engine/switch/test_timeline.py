@@ -31,7 +31,9 @@ def test_every_phase_of_the_report_is_a_slice(job: None, tmp_path: Path) -> None
     events = slices(path)
     for report in reports:
         (whole,) = (event for event in events if event["name"] == report.direction)
-        inside = [event for event in events if whole["ts"] <= event["ts"] <= whole["ts"] + whole["dur"]]
+        inside = [
+            event for event in events if whole["ts"] <= event["ts"] <= whole["ts"] + whole["dur"]
+        ]
         names = {event["name"] for event in inside}
         assert set(report.seconds_by_phase) - {"write"} <= names  # no message is unpacked
         for phase in ("fill", "offload", "release"):
@@ -46,7 +48,11 @@ def test_a_failed_switch_is_recorded_with_its_error(job: None, tmp_path: Path) -
     with pytest.raises(ReshardError):
         rig.manager.enter(INFER)
     rig.assert_is(TRAIN)
-    errors = {event["name"]: event["args"].get("error") for event in slices(path) if "error" in event["args"]}
+    errors = {
+        event["name"]: event["args"].get("error")
+        for event in slices(path)
+        if "error" in event["args"]
+    }
     assert {"train->infer", "fill", "bucket", "commit"} <= errors.keys()
     rig.manager.enter(INFER)
     switches = [event for event in slices(path) if event["name"] == "train->infer"]
@@ -56,7 +62,10 @@ def test_a_failed_switch_is_recorded_with_its_error(job: None, tmp_path: Path) -
 def test_outer_spans_precede_inner_ones_and_dropped_events_are_counted() -> None:
     events = [{"name": "inner", "ts": 6, "dur": 1}, {"name": "outer", "ts": 6, "dur": 2}]
     *spans, dropped = sorted_events(Recording(events, num_dropped=1), rank=2)
-    assert [(event["name"], event["ts"], event["pid"]) for event in spans] == [("outer", 6, 2), ("inner", 6, 2)]
+    assert [(event["name"], event["ts"], event["pid"]) for event in spans] == [
+        ("outer", 6, 2),
+        ("inner", 6, 2),
+    ]
     assert (dropped["name"], dropped["args"]) == ("recorded", {"dropped": 1})
 
 
@@ -67,7 +76,9 @@ def test_each_rank_writes_its_own_file() -> None:
     ]
 
 
-def test_a_lost_file_ends_the_trace_not_the_job(job: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_file_ends_the_trace_not_the_job(
+    job: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = Rig(trace=tmp_path / "trace.json")
     (tmp_path / "trace.json").unlink()  # has the effect of a failed disk
     with caplog.at_level(logging.WARNING, "hybrid_engine"):

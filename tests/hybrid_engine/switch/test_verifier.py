@@ -80,7 +80,9 @@ def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> Side:
         shards = []
         offset = 0
         for start, stop in owned:
-            shards.append(Shard(Region("t", (start,), (stop - start,)), Place(buffer, offset, (1,))))
+            shards.append(
+                Shard(Region("t", (start,), (stop - start,)), Place(buffer, offset, (1,)))
+            )
             offset += stop - start
         layouts.append(Layout({"t": (12,)}, {buffer: Buffer(max(offset, 1), dtype)}, tuple(shards)))
     return Side.of(layouts)
@@ -90,11 +92,17 @@ def test_regions_are_intersections_of_boxes() -> None:
     training = side("training", "float32", (0, 0, 6), (1, 6, 12))
     inference = side("inference", "bfloat16", (0, 0, 4), (1, 4, 12))
     ranks = [Verifier(training, inference, rank, "full") for rank in range(2)]
-    trained, generated = ([getattr(verifier, end)["t"] for verifier in ranks] for end in ("source", "destination"))
-    first, second, third = (Region("t", (start,), (length,)) for start, length in ((0, 4), (4, 2), (6, 6)))
+    trained, generated = (
+        [getattr(verifier, end)["t"] for verifier in ranks] for end in ("source", "destination")
+    )
+    first, second, third = (
+        Region("t", (start,), (length,)) for start, length in ((0, 4), (4, 2), (6, 6))
+    )
     assert [[part.region for part in parts] for parts in trained] == [[first, second], [third]]
     assert [[part.region for part in parts] for parts in generated] == [[first], [second, third]]
-    keys = [[_key_of(part.region) for side in sides for part in side] for sides in (trained, generated)]
+    keys = [
+        [_key_of(part.region) for side in sides for part in side] for sides in (trained, generated)
+    ]
     assert keys[0] == keys[1]
     assert len({*keys[0]}) == 3
     assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
@@ -122,7 +130,9 @@ def test_rows_of_large_replicas_are_compared_in_turn(monkeypatch: pytest.MonkeyP
                     compared.require_equal(compared.digests(training), job)
         return caught.value.findings
 
-    finding = "first[3:4, 0:3]: rank 0 and rank 1 train it with different bits; replicas must be equal"
+    finding = (
+        "first[3:4, 0:3]: rank 0 and rank 1 train it with different bits; replicas must be equal"
+    )
     assert RankThreads(2).run(body) == [(finding,)] * 2
 
 
@@ -147,11 +157,17 @@ def after_each_bucket(rig: Rig, after: Callable[[int, TensorDict], object]) -> N
     router.run = spoiled
 
 
-def test_a_correct_switch_passes_and_reports_its_cost(verified: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_correct_switch_passes_and_reports_its_cost(
+    verified: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         report = verified.fill()
         verified.assert_is(INFER)
-        assert (report.tensors_verified, report.bytes_verified, report.bytes_of_digests) == (2, 2 * NBYTES, 0)
+        assert (report.tensors_verified, report.bytes_verified, report.bytes_of_digests) == (
+            2,
+            2 * NBYTES,
+            0,
+        )
         assert 0 < report.seconds_by_phase["verify"] < report.seconds
         assert f"verified=2 tensors, {2 * NBYTES / 1e9:.6f} GB read" in str(report)
         back = verified.manager.enter(TRAIN)
@@ -189,7 +205,9 @@ def test_skipped_tensors_are_compared(job: None) -> None:
     rig.close()
 
 
-def test_a_sample_counts_a_skipped_tensor_only_if_it_was_compared(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_counts_a_skipped_tensor_only_if_it_was_compared(
+    job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verifier, "NUM_SAMPLED", 1)
     rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="sample")
     counts = []
@@ -198,7 +216,15 @@ def test_a_sample_counts_a_skipped_tensor_only_if_it_was_compared(job: None, mon
             rig.training.param.data[:1] += 1
         counts.append(rig.manager.enter(INFER).tensors_verified)
         rig.manager.enter(TRAIN)
-    assert counts == [1, 0, 1, 0, 1, 0, 0]  # "first" was compared when it was sent, "second" was not
+    assert counts == [
+        1,
+        0,
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]  # "first" was compared when it was sent, "second" was not
     rig.close()
 
 
@@ -211,7 +237,10 @@ def test_an_unproven_tensor_fails_the_switch(verified: Rig) -> None:
         return proving(tensors, unproven)
 
     verified.inference.proving = record_call
-    after_each_bucket(verified, lambda bucket, destination: calls[-1][1](f"bucket {bucket}: the kernel of layer 3"))
+    after_each_bucket(
+        verified,
+        lambda bucket, destination: calls[-1][1](f"bucket {bucket}: the kernel of layer 3"),
+    )
     with pytest.raises(WeightError, match="bucket 1: the kernel of layer 3") as caught:
         verified.manager.enter(INFER)
     assert len(caught.value.findings) == 2
@@ -230,7 +259,9 @@ def test_samples_cycle_through_all_tensors(verified: Rig) -> None:
     assert full.begin(verified.job).tensors == set(names)
 
 
-def test_different_replicas_are_an_error_that_names_their_ranks(verified: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_replicas_are_an_error_that_names_their_ranks(
+    verified: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulate a second rank that trains one tensor with other bits."""
     gather = type(verified.job.agreement).gather
 
@@ -244,6 +275,7 @@ def test_different_replicas_are_an_error_that_names_their_ranks(verified: Rig, m
     with pytest.raises(WeightError) as caught:
         verified.manager.enter(INFER)
     assert caught.value.findings == (
-        "second[0:64, 0:512]: rank 0 and rank 1 train it with different bits; replicas must be equal",
+        "second[0:64, 0:512]: rank 0 and rank 1 train it with different bits; "
+        "replicas must be equal",
     )
     verified.assert_is(TRAIN)

@@ -37,7 +37,9 @@ class Weights(FakeInference):
     """Weights with a buffer per group; rank 1 lacks the last group. Records the end of fills."""
 
     def __init__(self, rank: int, fails_in: str = "") -> None:
-        super().__init__(Script(), rank, {f"group{number}": (NUMEL,) for number in range(NUM_GROUPS - rank)})
+        super().__init__(
+            Script(), rank, {f"group{number}": (NUMEL,) for number in range(NUM_GROUPS - rank)}
+        )
         if fails_in:
             self.fail_in(fails_in)
 
@@ -70,12 +72,22 @@ def make_plan(link: Link = Link.HOST) -> ReshardPlan:
     buckets = []
     for index, groups in enumerate(([0, 1], [2], [3])):
         transfers = tuple(
-            transfer_of(1 - rank if group % 2 else rank, rank, group, link if group % 2 else Link.SELF)
+            transfer_of(
+                1 - rank if group % 2 else rank, rank, group, link if group % 2 else Link.SELF
+            )
             for group in groups
             for rank in range(NUM_RANKS)
             if group < NUM_GROUPS - rank
         )
-        buckets.append(Bucket(index, (), transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
+        buckets.append(
+            Bucket(
+                index,
+                (),
+                transfers,
+                tuple(f"group{group}" for group in groups),
+                NBYTES * len(groups),
+            )
+        )
     return ReshardPlan(tuple(buckets), (), "fingerprint")
 
 
@@ -125,7 +137,9 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int, link
     assert report.nbytes_by_link == from_ranks
     assert report.nbytes_by_peer == {"in_process": {rank: 2 * NBYTES, 1 - rank: from_peer * NBYTES}}
     agreement = mock.Mock(**{"gather.side_effect": lambda of_rank, *_: [of_rank] * NUM_RANKS})
-    assert sorted(costs_of_all(report, agreement).nbytes_by_peer["in_process"]) == [*range(NUM_RANKS**2)]
+    assert sorted(costs_of_all(report, agreement).nbytes_by_peer["in_process"]) == [
+        *range(NUM_RANKS**2)
+    ]
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
     assert report.seconds["transfer"] > 0
 
@@ -220,7 +234,10 @@ def test_a_failed_fill_unmaps_memory_of_peers(fails_in: str, message: str):
         buffer.tensor.view(torch.float32).copy_(source_of(1)["src"])
         plan = make_plan()
         weights = Weights(0)
-        layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
+        layouts = {
+            BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32")
+            for peer in range(NUM_RANKS)
+        }
         handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
         router = TransportSet.connect(TransportContext(0, layouts, handles))
         container = WeightContainer(weights, plan, router)

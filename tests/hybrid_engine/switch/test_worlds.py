@@ -42,7 +42,9 @@ class Member:
         self.script = Script()
         if self.rank < NUM_TRAINERS:
             trainer_store = dist.PrefixStore("trainers", store)
-            dist.init_process_group("gloo", store=trainer_store, rank=self.rank, world_size=NUM_TRAINERS)
+            dist.init_process_group(
+                "gloo", store=trainer_store, rank=self.rank, world_size=NUM_TRAINERS
+            )
             for _ in range(3):  # collectives of the trainers alone must not affect the job
                 Job.join(60).close()
             self.training = FakeTraining(self.script, self.rank, NUM_TRAINERS, elastic=True)
@@ -51,13 +53,22 @@ class Member:
             self.training = NoTraining()
             self.inference = FakeInference(self.script, self.rank)
         world = World(dist.PrefixStore("both", store), self.rank, size, may_end=self.rank != SERVER)
-        where = {"host": hosts[self.rank], "device_name": devices[self.rank], "device": torch.device("cpu")}
+        where = {
+            "host": hosts[self.rank],
+            "device_name": devices[self.rank],
+            "device": torch.device("cpu"),
+        }
         self.job = Job.join(60, world=world, **where)
         self.offloader = ScriptedOffloader(self.script, self.training)
         # The fakes have no forward pass to compare.
         config = GenerateConfig(bucket_mb=1, timeout_seconds=60, check_compute="off", **settings)
         self.manager = ShardingManager(
-            self.training, self.inference, caches=self.inference, offloader=self.offloader, config=config, job=self.job
+            self.training,
+            self.inference,
+            caches=self.inference,
+            offloader=self.offloader,
+            config=config,
+            job=self.job,
         )
         self.manager.start()
 
@@ -80,7 +91,9 @@ class Member:
         self.transports = sorted(report.bytes_by_transport)
         if self.is_server:
             for name in SHAPES:
-                assert torch.equal(self.inference.live[name].view(SHAPES[name]), canonical(name, self.version))
+                assert torch.equal(
+                    self.inference.live[name].view(SHAPES[name]), canonical(name, self.version)
+                )
         else:
             assert self.offloader.is_offloaded("param")
         self.manager.enter(TRAIN)
@@ -107,7 +120,9 @@ class Member:
             dist.destroy_process_group()
 
 
-def train_and_serve(hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]) -> None:
+def train_and_serve(
+    hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
+) -> None:
     member = Member(hosts, devices, **settings)
     assert dist.is_initialized() is not member.is_server
     for _ in range(3):
@@ -136,10 +151,17 @@ def train_and_serve(hosts: str, devices: str, transport: str, received: int, set
     ids=["one host", "one device", "two hosts"],
 )
 @pytest.mark.parametrize(
-    "settings", [{"verify": "off"}, {"verify": "full", "suspend_communicators": True}], ids=["plain", "verified"]
+    "settings",
+    [{"verify": "off"}, {"verify": "full", "suspend_communicators": True}],
+    ids=["plain", "verified"],
 )
 def test_two_trainers_fill_a_server(
-    ranks: Ranks, hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
+    ranks: Ranks,
+    hosts: str,
+    devices: str,
+    transport: str,
+    received: int,
+    settings: dict[str, object],
 ) -> None:
     ranks.launch(train_and_serve, 3, hosts, devices, transport, received, settings, timeout=200)
 

@@ -31,7 +31,9 @@ def run_python(
     """
     command = [sys.executable, *map(str, arguments)]
     variables = {**os.environ, **environment}
-    ended = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout)
+    ended = subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout
+    )
     assert status in (None, ended.returncode), ended.stdout + ended.stderr
     return ended
 

@@ -19,13 +19,15 @@ pytestmark = pytest.mark.ranks
 EXIT_WITH_STATUS = """
 import os, sys
 print(f"out of rank {os.environ['RANK']}", "x" * 100_000)
-sys.stderr.write(f"err of rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']} {os.environ.get('MARK')}\\n")
+threads, mark = os.environ["OMP_NUM_THREADS"], os.environ.get("MARK")
+sys.stderr.write(f"err of rank {os.environ['RANK']} {threads} {mark}\\n")
 print(os.getcwd())
 sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 """
 HANG = """
 import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(command, start_new_session=True)
 place = pathlib.Path(sys.argv[1], os.environ["RANK"])
 place.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
 place.with_suffix(".new").rename(place)
@@ -39,7 +41,8 @@ import contextlib, os, torch, torch.distributed as dist
 sums = []
 for count in range(2):
     store, rank, world_size = next(dist.rendezvous("env://"))
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {count}", store), rank=rank, world_size=world_size)
+    prefixed = dist.PrefixStore(f"group {count}", store)
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
     value = torch.tensor(float(rank + 1))
     dist.all_reduce(value)
     sums.append(value.item())
@@ -86,7 +89,13 @@ print("the parent has ended")
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_status_and_output_are_returned(tmp_path: Path, status: int) -> None:
-    ended = run_ranks(["-c", EXIT_WITH_STATUS, str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
+    ended = run_ranks(
+        ["-c", EXIT_WITH_STATUS, str(status)],
+        2,
+        100,
+        environment={"MARK": "here"},
+        directory=tmp_path,
+    )
     assert ended.status == status
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output
@@ -137,8 +146,12 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_an_ended_parent_is_noticed() -> None:
-    ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), (
+        ended.stderr
+    )
 
 
 def _run_until(directory: Path, arguments: list[str]) -> Ended:

@@ -30,7 +30,9 @@ from tests.harness.errors import refused, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.small_disks import file_size_limit
 
-AGREEMENT = SimpleNamespace(phase=lambda name: nullcontext(), gather=lambda value, kind, phase, limit=0: [value])
+AGREEMENT = SimpleNamespace(
+    phase=lambda name: nullcontext(), gather=lambda value, kind, phase, limit=0: [value]
+)
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, agreement=AGREEMENT)
 DATA = "__0_0.distcp"
 
@@ -51,7 +53,9 @@ def newest(directory: Path) -> Path:
 
 
 def read_contents(directory: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")
+    }
 
 
 def test_loaded_values_and_tensors_are_bit_identical(tmp_path: Path) -> None:
@@ -62,7 +66,12 @@ def test_loaded_values_and_tensors_are_bit_identical(tmp_path: Path) -> None:
         "nothing": torch.zeros(0),
         "state": torch.get_rng_state(),
     }
-    value = {"betas": (0.9, 0.95), "groups": [{"lr": 0.1, "step": 3}], "scaler": {"scale": torch.ones(1)}, "none": None}
+    value = {
+        "betas": (0.9, 0.95),
+        "groups": [{"lr": 0.1, "step": 3}],
+        "scaler": {"scale": torch.ones(1)},
+        "none": None,
+    }
     checkpoint_directory.save(tmp_path, {**tensors, "value": value}, ALONE)
     saved = SavedCheckpoint(tmp_path, ALONE)
     assert saved.value("value") == value
@@ -90,7 +99,9 @@ def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> N
 
 def test_a_killed_first_save_leaves_nothing_to_load(tmp_path: Path) -> None:
     directory = tmp_path / "saved"
-    for _ in kill_at_every_step(lambda: save(directory), lambda: shutil.rmtree(directory, ignore_errors=True)):
+    for _ in kill_at_every_step(
+        lambda: save(directory), lambda: shutil.rmtree(directory, ignore_errors=True)
+    ):
         if (directory / LATEST).exists():
             assert load(directory) == 1
         else:
@@ -147,7 +158,9 @@ def test_damage_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileError) as caught:
         SavedCheckpoint(tmp_path, ALONE)
     assert str(newest(tmp_path) / file) in str(caught.value)
-    assert "Resume from an older checkpoint" in str(caught.value) or "no such file" in str(caught.value)
+    assert "Resume from an older checkpoint" in str(caught.value) or "no such file" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -176,7 +189,9 @@ class Code:
 
 
 @pytest.mark.parametrize("place", ["metadata", "value"])
-def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_no_code_of_a_checkpoint_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """Checksums are correct, but they do not protect against an attacker."""
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "saved", Code() if place == "value" else 1)
@@ -209,10 +224,17 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     for value in (1, 2):
         save(tmp_path, value)
         assert load(tmp_path) == value
-    assert {path.name for path in tmp_path.iterdir()} == {LATEST, "save-000002", "save-000007", "rank0000.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        LATEST,
+        "save-000002",
+        "save-000007",
+        "rank0000.pt",
+    }
 
 
-def test_a_linked_or_relative_directory_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linked_or_relative_directory_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     monkeypatch.chdir(tmp_path / "disk")
@@ -224,7 +246,9 @@ def test_a_linked_or_relative_directory_is_accepted(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("path", [None, 5, b"saved", "", "a\0b", "~nobody-of-that-name/saved"])
-def test_an_invalid_path_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_path_is_refused(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for act in (save, load):
         with pytest.raises(HybridEngineError) as caught:
@@ -245,7 +269,8 @@ def test_generators_of_host_and_device_are_restored(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, expected, (torch.rand(2), torch.rand(2, generator=device))))
 
 
-# -- boxes of canonical tensors in flat parts of parameters -----------------------------------------
+# -- boxes of canonical tensors in flat parts of parameters
+# -----------------------------------------
 
 
 @given(st.data())
@@ -259,7 +284,10 @@ def test_boxes_of_a_flat_part_are_its_elements(data: st.DataObject) -> None:
         strides[dim] = step
         step *= shape[dim]
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
-    lengths = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    lengths = tuple(
+        data.draw(st.integers(1, size - offset))
+        for size, offset in zip(shape, offsets, strict=True)
+    )
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
 
     def elements(lengths: tuple[int, ...], first: int) -> dict[tuple[int, ...], int]:
@@ -269,7 +297,9 @@ def test_boxes_of_a_flat_part_are_its_elements(data: st.DataObject) -> None:
         }
 
     first = sum(map(math.prod, zip(offsets, strides, strict=True)))
-    inside = {index: place for index, place in elements(lengths, first).items() if start <= place < stop}
+    inside = {
+        index: place for index, place in elements(lengths, first).items() if start <= place < stop
+    }
     boxes = list(boxes_between(lengths, tuple(strides), first, start, stop))
     assert len(boxes) <= max(1, 2 * len(shape))
     cut = [

@@ -18,7 +18,9 @@ from tests.harness.errors import violated
 from tests.harness.values import Values
 
 
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]])
+@pytest.mark.parametrize(
+    "rate", [math.nan, math.inf, -math.inf, 1e308, -1.0, True, False, "x", None, 1j, [1.0]]
+)
 def test_an_invalid_rate_is_refused_and_changes_nothing(rate: Any) -> None:
     groups = [{"lr": 0.5}, {"lr": 0.25}]
     with violated(ConfigError, ("learning_rate", "out-of-range")):
@@ -36,7 +38,12 @@ def test_every_group_gets_the_rate(rate: Any) -> None:
 
 pytestmark = pytest.mark.slow  # imports Megatron
 
-WSD = {"lr_decay_style": "WSD", "lr_decay_steps": 20, "lr_wsd_decay_steps": 7, "lr_wsd_decay_style": "minus_sqrt"}
+WSD = {
+    "lr_decay_style": "WSD",
+    "lr_decay_steps": 20,
+    "lr_wsd_decay_steps": 7,
+    "lr_wsd_decay_style": "minus_sqrt",
+}
 GROWING = {"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
 # schedule -> (keys, learning rate and weight decay after 16 updates)
 SCHEDULES = {
@@ -57,7 +64,9 @@ def values_of(optimizer: ScheduledOptimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), SCHEDULES.values(), ids=SCHEDULES)
-def test_trained_and_resumed_groups_have_megatrons_values(schedule: Values, expected: list[float]) -> None:
+def test_trained_and_resumed_groups_have_megatrons_values(
+    schedule: Values, expected: list[float]
+) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.05, schedule=schedule)
     groups = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
     megatron = ScheduledOptimizer(groups, param_scheduler(groups, config))

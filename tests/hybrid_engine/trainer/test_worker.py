@@ -31,7 +31,10 @@ def test_a_schedule_needs_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "megatron.core.optimizer_param_scheduler", None)
     with refused(DependencyError, "needs-package"):
         worker._builder(
-            HybridConfig(model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}), None
+            HybridConfig(
+                model=Path("nowhere"), actor_config={"fsdp": {}, "optimizer": {"schedule": {}}}
+            ),
+            None,
         )
 
 
@@ -44,12 +47,24 @@ def test_a_module_needs_fsdp() -> None:
 def test_a_model_that_cannot_generate_is_refused_before_building(
     job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_builder", lambda *_: lambda *arguments, **named: pytest.fail("it is built"))
-    model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
+    monkeypatch.setattr(
+        worker, "_builder", lambda *_: lambda *arguments, **named: pytest.fail("it is built")
+    )
+    model = write_config(
+        tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20)
+    )
     generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)  # too small for a sequence
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it with its first import of vLLM
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # torch sets it with its first import of vLLM
     environment = dict(os.environ)
     with pytest.raises(ConfigError) as caught:
-        ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
-    assert [finding.key for finding in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
+        ActorHybridWorker(
+            HybridConfig(model=model, random_weights=True, generate_config=generate),
+            job=Job.join(30),
+        )
+    assert [finding.key for finding in caught.value.findings] == [
+        "model",
+        "generate_config.kv_cache_mb",
+    ]
     assert dict(os.environ) == environment  # a refused worker leaves no variables of vLLM

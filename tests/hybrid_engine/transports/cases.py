@@ -59,7 +59,11 @@ class Case:
         }
 
     def sources_of(self, rank: int) -> TensorDict:
-        return {buffer_id.name: flat for buffer_id, flat in self.sources.items() if buffer_id.rank == rank}
+        return {
+            buffer_id.name: flat
+            for buffer_id, flat in self.sources.items()
+            if buffer_id.rank == rank
+        }
 
     def new_destinations(self, rank: int) -> TensorDict:
         return {
@@ -79,9 +83,13 @@ class Case:
         return expected
 
 
-def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+def differing(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[str]:
     assert actual.keys() == expected.keys()
-    return [name for name in actual if not torch.equal(_bytes(actual[name]), _bytes(expected[name]))]
+    return [
+        name for name in actual if not torch.equal(_bytes(actual[name]), _bytes(expected[name]))
+    ]
 
 
 def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
@@ -89,8 +97,12 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
     generator = random.Random(seed)
     edges = shape.edges or tuple(itertools.product(range(num_ranks), repeat=2))
     positions = range(len(shape.src_dtypes))
-    src_ids = [[BufferId(rank, f"src{position}") for position in positions] for rank in range(num_ranks)]
-    dst_ids = [[BufferId(rank, f"dst{position}") for position in positions] for rank in range(num_ranks)]
+    src_ids = [
+        [BufferId(rank, f"src{position}") for position in positions] for rank in range(num_ranks)
+    ]
+    dst_ids = [
+        [BufferId(rank, f"dst{position}") for position in positions] for rank in range(num_ranks)
+    ]
     ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)  # elements used of each buffer
     transfers: list[list[Transfer]] = [[] for _ in range(shape.num_buckets)]
     for number in range(shape.num_transfers):
@@ -106,7 +118,9 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
         generator.choice(transfers).append(transfer)
     random_source = torch.Generator().manual_seed(seed)
     sources = {
-        buffer_id: _random(ends[buffer_id], getattr(torch, shape.src_dtypes[position]), random_source)
+        buffer_id: _random(
+            ends[buffer_id], getattr(torch, shape.src_dtypes[position]), random_source
+        )
         for ids in src_ids
         for position, buffer_id in enumerate(ids)
     }
@@ -115,11 +129,19 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
         for ids in dst_ids
         for position, buffer_id in enumerate(ids)
     }
-    return Case(tuple(_bucket(index, part) for index, part in enumerate(transfers)), sources, destinations)
+    return Case(
+        tuple(_bucket(index, part) for index, part in enumerate(transfers)), sources, destinations
+    )
 
 
 def _bucket(index: int, transfers: Sequence[Transfer]) -> Bucket:
-    return Bucket(index, (), tuple(transfers), (f"group{index}",), sum(transfer.nbytes for transfer in transfers))
+    return Bucket(
+        index,
+        (),
+        tuple(transfers),
+        (f"group{index}",),
+        sum(transfer.nbytes for transfer in transfers),
+    )
 
 
 def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:
@@ -128,7 +150,12 @@ def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:
     return tuple(generator.randint(1, longest) for _ in range(num_dims))
 
 
-def _place(generator: random.Random, ends: dict[BufferId, int], buffer_id: BufferId, lengths: tuple[int, ...]) -> Place:
+def _place(
+    generator: random.Random,
+    ends: dict[BufferId, int],
+    buffer_id: BufferId,
+    lengths: tuple[int, ...],
+) -> Place:
     """Draw a place at the buffer's end, with dims in a random order (transposed) and some gaps."""
     strides = [0] * len(lengths)
     step = generator.choice((1, 1, 2))  # 2 leaves gaps between elements
@@ -137,7 +164,11 @@ def _place(generator: random.Random, ends: dict[BufferId, int], buffer_id: Buffe
         step *= lengths[dim]
         step += generator.choice((0, 0, 3))  # 3 leaves gaps between rows
     offset = ends[buffer_id] + generator.randint(0, 5)  # a gap between places
-    ends[buffer_id] = offset + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+    ends[buffer_id] = (
+        offset
+        + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+        + 1
+    )
     return Place(buffer_id, offset, tuple(strides))
 
 
@@ -153,7 +184,9 @@ def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch
     """Return normal floats, which casts round, or small integers and flags."""
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 120, (numel,), generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 120, (numel,), generator=generator).to(
+        dtype
+    )
 
 
 def _filled(numel: int, dtype: torch.dtype) -> torch.Tensor:

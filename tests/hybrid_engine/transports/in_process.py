@@ -20,6 +20,10 @@ class InProcessTransport(PullTransport):
         self._sources = sources
 
     def _open_sources(
-        self, bucket: int, copies: BatchedCopies, source: Mapping[str, torch.Tensor], readings: ExitStack
+        self,
+        bucket: int,
+        copies: BatchedCopies,
+        source: Mapping[str, torch.Tensor],
+        readings: ExitStack,
     ) -> FlatOf:
         return lambda transfer: self._sources[transfer.src.buffer]

@@ -35,7 +35,12 @@ class Reshard:
     destination: Layout
 
     def plan(self, **settings: object) -> ReshardPlan:
-        return plan(self.source, self.destination, HOSTS, **{"bucket_nbytes": 1, "relaying_hosts": HOSTS, **settings})
+        return plan(
+            self.source,
+            self.destination,
+            HOSTS,
+            **{"bucket_nbytes": 1, "relaying_hosts": HOSTS, **settings},
+        )
 
 
 def rows_of(tensors: list[str], parts: list[tuple[int, int, int]], dtype: str, side: str) -> Layout:
@@ -59,11 +64,16 @@ def random_reshard(seed: int, src_dtype: str, dst_dtype: str) -> Reshard:
     generator = random.Random(seed)
     tensors = [f"t{number}" for number in range(6)]
     cuts = sorted(generator.sample(range(1, ROWS), 2))
-    held = [(generator.choice((0, 1, 1, 3)), *part) for part in zip((0, *cuts), (*cuts, ROWS), strict=True)]
+    held = [
+        (generator.choice((0, 1, 1, 3)), *part)
+        for part in zip((0, *cuts), (*cuts, ROWS), strict=True)
+    ]
     wanted = []
     for rank in (0, 1, 2, 2, 3, 3):
         wanted.append((rank, generator.randint(0, 10), generator.randint(14, ROWS)))
-    return Reshard(rows_of(tensors, held, src_dtype, "src"), rows_of(tensors, wanted, dst_dtype, "dst"))
+    return Reshard(
+        rows_of(tensors, held, src_dtype, "src"), rows_of(tensors, wanted, dst_dtype, "dst")
+    )
 
 
 RESHARDS = {
@@ -72,9 +82,17 @@ RESHARDS = {
         rows_of(["t0", "t1", "t2"], [(rank, 0, ROWS) for rank in range(4)], "float32", "dst"),
     ),
     **{
-        f"{src} to {dst}, {seed}": lambda seed=seed, src=src, dst=dst: random_reshard(seed, src, dst)
+        f"{src} to {dst}, {seed}": lambda seed=seed, src=src, dst=dst: random_reshard(
+            seed, src, dst
+        )
         for seed, (src, dst) in enumerate(
-            [("float32", "float32"), ("float32", "float16"), ("float16", "float32"), ("int32", "int32")] * 2
+            [
+                ("float32", "float32"),
+                ("float32", "float16"),
+                ("float16", "float32"),
+                ("int32", "int32"),
+            ]
+            * 2
         )
     },
 }
@@ -85,12 +103,16 @@ class Rank:
 
     def __init__(self, reshard: Reshard, job: Job, **settings: Any) -> None:
         self.rank = job.rank
-        self.meet = partial(job.agreement.conclude, "until here other ranks may read this rank's buffers")
+        self.meet = partial(
+            job.agreement.conclude, "until here other ranks may read this rank's buffers"
+        )
         self.plan = reshard.plan(rank=self.rank)
         self.expected = self._tensors(reshard.destination)
         self.source = {}
         for name, flat in self._tensors(reshard.source).items():
-            self.source[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param").copy_(flat)
+            self.source[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param").copy_(
+                flat
+            )
         relays = RelayBuffers(self.rank, self.plan.relays)
         owner = ExitStack()
         exported = export_handles(self.rank, {**self.source, **relays.tensors})
@@ -121,7 +143,9 @@ class Rank:
         """Prepare a fill."""
         self.router.begin(whole=whole)
         self.router.prepare()
-        self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
+        self.destination = {
+            name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()
+        }
 
     def negate(self) -> None:
         """Negate all values in any layout and dtype; in float32 only the upper words change."""
@@ -140,7 +164,9 @@ class Rank:
         return self.run(index, following=self.following(index))
 
     def abandon_ahead(self, index: int, reason: str) -> str:
-        return outcome_of(lambda: self.router.abandon(self.plan.buckets[index], reason, self.following(index)))
+        return outcome_of(
+            lambda: self.router.abandon(self.plan.buckets[index], reason, self.following(index))
+        )
 
     def wrong(self, *indices: int) -> list[str]:
         """Return buffers of these buckets' groups (default: all) with wrong values."""
@@ -148,5 +174,6 @@ class Rank:
         return [
             name
             for name, flat in self.destination.items()
-            if (not tensors or name.split()[1] in tensors) and not torch.equal(flat, self.expected[name])
+            if (not tensors or name.split()[1] in tensors)
+            and not torch.equal(flat, self.expected[name])
         ]

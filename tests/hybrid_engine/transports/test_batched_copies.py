@@ -39,12 +39,16 @@ def transfer(
 
 def backwards() -> list[Transfer]:
     """Copy experts as they lie in Megatron's buffers: the last one first, with a gap after each."""
-    return [transfer((EXPERTS - 1 - number) * (SIZE + 3), number * SIZE) for number in range(EXPERTS)]
+    return [
+        transfer((EXPERTS - 1 - number) * (SIZE + 3), number * SIZE) for number in range(EXPERTS)
+    ]
 
 
 def backwards_with_gaps() -> list[Transfer]:
     return [
-        transfer((EXPERTS - 1 - number) * 2 * SIZE, number * 2 * SIZE, (ROWS, COLUMNS), (2 * COLUMNS, 1))
+        transfer(
+            (EXPERTS - 1 - number) * 2 * SIZE, number * 2 * SIZE, (ROWS, COLUMNS), (2 * COLUMNS, 1)
+        )
         for number in range(EXPERTS)
     ]
 
@@ -60,7 +64,12 @@ def repeated() -> list[Transfer]:
 
 @pytest.mark.parametrize(
     ("make", "num_views"),
-    [(backwards, EXPERTS), (backwards_with_gaps, EXPERTS), (irregular, EXPERTS // 2), (repeated, 1)],
+    [
+        (backwards, EXPERTS),
+        (backwards_with_gaps, EXPERTS),
+        (irregular, EXPERTS // 2),
+        (repeated, 1),
+    ],
 )
 def test_a_bucket_is_copied_in_one_call(make, num_views: int) -> None:
     transfers = make()
@@ -70,7 +79,9 @@ def test_a_bucket_is_copied_in_one_call(make, num_views: int) -> None:
         box = source.as_strided(copied.lengths, copied.src.strides, copied.src.offset)
         expected.as_strided(copied.lengths, copied.dst.strides, copied.dst.offset).copy_(box)
     destination = torch.zeros(100 * SIZE)
-    with mock.patch.object(transports.copies, "copy_each", wraps=transports.copies.copy_each) as copy_each:
+    with mock.patch.object(
+        transports.copies, "copy_each", wraps=transports.copies.copy_each
+    ) as copy_each:
         BatchedCopies(reversed(transfers)).run(lambda _: source, lambda _: destination, WHERE)
     assert torch.equal(destination, expected)
     assert [len(call.args[0]) for call in copy_each.call_args_list] == [num_views]
@@ -79,8 +90,12 @@ def test_a_bucket_is_copied_in_one_call(make, num_views: int) -> None:
 def test_buffers_of_one_storage_are_one_view() -> None:
     """Frozen experts are separate buffers that lie one after the other."""
     whole = torch.arange(1.0 * EXPERTS * SIZE)
-    parts = {f"expert {number}": whole[number * SIZE : (number + 1) * SIZE] for number in range(EXPERTS)}
-    copies = BatchedCopies(transfer(0, number * SIZE, source=name) for number, name in enumerate(parts))
+    parts = {
+        f"expert {number}": whole[number * SIZE : (number + 1) * SIZE] for number in range(EXPERTS)
+    }
+    copies = BatchedCopies(
+        transfer(0, number * SIZE, source=name) for number, name in enumerate(parts)
+    )
     counts = []
 
     def run_from(sources: dict[str, torch.Tensor]) -> None:
@@ -108,7 +123,9 @@ def test_no_memory_is_kept() -> None:
     copies = BatchedCopies(backwards())
     memories = [Memory(), Memory()]
     flats = [
-        tensor_over(memory.pages.data_ptr(), 400 * SIZE, torch.device("cpu"), memory).view(torch.float32)
+        tensor_over(memory.pages.data_ptr(), 400 * SIZE, torch.device("cpu"), memory).view(
+            torch.float32
+        )
         for memory in memories
     ]
     copies.run(lambda _: flats[0], lambda _: flats[1], WHERE)

@@ -37,11 +37,35 @@ CASES = {
     "strided_boxes": Shape(num_transfers=60),
     "several_dtypes": Shape(
         num_transfers=60,
-        src_dtypes=("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn", "bool", "float16", "float64"),
-        dst_dtypes=("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn", "bool", "float16", "float64"),
+        src_dtypes=(
+            "float32",
+            "bfloat16",
+            "int64",
+            "uint8",
+            "float8_e4m3fn",
+            "bool",
+            "float16",
+            "float64",
+        ),
+        dst_dtypes=(
+            "float32",
+            "bfloat16",
+            "int64",
+            "uint8",
+            "float8_e4m3fn",
+            "bool",
+            "float16",
+            "float64",
+        ),
     ),
     "cast": Shape(src_dtypes=("float32", "bfloat16"), dst_dtypes=("bfloat16", "float32")),
-    "many_small": Shape(num_transfers=600, num_buckets=2, small=True, src_dtypes=("float32",), dst_dtypes=("float32",)),
+    "many_small": Shape(
+        num_transfers=600,
+        num_buckets=2,
+        small=True,
+        src_dtypes=("float32",),
+        dst_dtypes=("float32",),
+    ),
     "both_directions_large": Shape(num_transfers=24, max_length=24, edges=((0, 1), (1, 0))),
     "one_direction": Shape(num_transfers=20, edges=((1, 0),)),
     "empty_shares": Shape(num_transfers=3, num_buckets=5),
@@ -67,7 +91,9 @@ shapes = st.builds(
     Shape,
     num_transfers=st.integers(0, 30),
     num_buckets=st.integers(1, 3),
-    src_dtypes=st.sampled_from([("float32", "bfloat16"), ("int64", "bool"), ("float16", "float8_e5m2")]),
+    src_dtypes=st.sampled_from(
+        [("float32", "bfloat16"), ("int64", "bool"), ("float16", "float8_e5m2")]
+    ),
     dst_dtypes=st.sampled_from([("bfloat16", "float32"), ("float32", "bfloat16")]),
     max_length=st.integers(1, 7),
 )
@@ -79,7 +105,11 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
     num_ranks = 1 if kind == "local" else num_ranks
     case = build_case(seed, num_ranks, shape)
     by_rank = {rank: elastic_sources(case, rank) for rank in range(num_ranks)}
-    handles = {key: handle for rank in by_rank for key, handle in export_handles(rank, by_rank[rank]).items()}
+    handles = {
+        key: handle
+        for rank in by_rank
+        for key, handle in export_handles(rank, by_rank[rank]).items()
+    }
     num_mapped = num_memory_files()
     for rank in range(num_ranks):
         transport = {
@@ -89,14 +119,20 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
         }[kind]()
         destination = case.new_destinations(rank)
         for bucket in case.buckets:
-            transport.run(bucket.index, transport.prepare(bucket.transfers), by_rank[rank], destination)
+            transport.run(
+                bucket.index, transport.prepare(bucket.transfers), by_rank[rank], destination
+            )
         transport.close()
         transport.close()  # idempotent
         assert num_memory_files() == num_mapped, "memory of the peers stays mapped"
         assert differing(destination, case.expected(rank)) == []
 
 
-KINDS = [*(transport.name for transport in REGISTRY if transport is not LocalTransport), "mixed", "deltas"]
+KINDS = [
+    *(transport.name for transport in REGISTRY if transport is not LocalTransport),
+    "mixed",
+    "deltas",
+]
 """Transports between ranks, several at once, and messages as deltas."""
 
 
@@ -112,9 +148,13 @@ def run_case_on_rank(kind: str, case: Case, group: RankGroup) -> list[str]:
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
     preference = {"mixed": "auto", "deltas": CollectiveTransport.name}.get(kind, kind)
     if kind == "mixed":  # buffers of odd ranks are not exported
-        handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
+        handles = {
+            buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0
+        }
     buffers = case.source_buffers()
-    context = TransportContext(rank, buffers, handles, group, timeout=60, sends_deltas=kind == "deltas")
+    context = TransportContext(
+        rank, buffers, handles, group, timeout=60, sends_deltas=kind == "deltas"
+    )
     router = TransportSet.connect(context, preference)
     wrong = []
     for is_ahead in (False, True):
@@ -133,9 +173,14 @@ def run_case_on_rank(kind: str, case: Case, group: RankGroup) -> list[str]:
                 report = router.run(bucket, sources, destination, following if is_ahead else None)
             # One batch per bucket, possibly the next one's.
             assert begun.call_count <= (2 if is_ahead else 1)
-            received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
+            received = sum(
+                transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank
+            )
             if kind != "deltas" or not is_ahead:  # reports count deltas by their own size
-                assert sum(sum(by_peer.values()) for by_peer in report.nbytes_by_peer.values()) == received
+                assert (
+                    sum(sum(by_peer.values()) for by_peer in report.nbytes_by_peer.values())
+                    == received
+                )
         if is_ahead and preference == CollectiveTransport.name:  # peers read copies
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)
@@ -163,13 +208,17 @@ def staging_growth_on_rank(group: RankGroup) -> list[str]:
     """Return differences between the staging memory of the first and third cycle."""
     rank = dist.get_rank()
     case = build_case(SEED, dist.get_world_size(), CASES["both_directions_large"])
-    transport = CollectiveTransport(TransportContext(rank, case.source_buffers(), {}, group, timeout=60))
+    transport = CollectiveTransport(
+        TransportContext(rank, case.source_buffers(), {}, group, timeout=60)
+    )
     shares = [transport.prepare(bucket.transfers) for bucket in case.buckets]
     addresses = []
     for _ in range(3):
         for index, share in enumerate(shares):
             transport.run(index, share, case.sources_of(rank), case.new_destinations(rank))
-        addresses.append([(staging.data_ptr(), staging.numel()) for staging in transport._staging.values()])
+        addresses.append(
+            [(staging.data_ptr(), staging.numel()) for staging in transport._staging.values()]
+        )
     transport.close()
     assert transport._staging == {}
     return [] if addresses[0] == addresses[2] else [f"{addresses}"]
@@ -192,7 +241,9 @@ def test_ranks_read_different_peers_at_a_time() -> None:
     for rank in range(4):
         with mock.patch.object(copies, "copy_each") as copy_each:
             transport = InProcessTransport(rank, case.sources)
-            transport.run(0, transport.prepare(case.buckets[0].transfers), {}, case.new_destinations(rank))
+            transport.run(
+                0, transport.prepare(case.buckets[0].transfers), {}, case.new_destinations(rank)
+            )
         for call in copy_each.call_args_list:
             read = [owners[view.untyped_storage().data_ptr()] for view in call.args[1]]
             assert read == sorted(read, key=lambda peer: (peer - rank) % 4)
@@ -204,13 +255,17 @@ def test_batches_are_small_and_none_waits_for_a_later_one() -> None:
     for rank in ranks:  # all send to all
         operations = [(True, peer, (rank, peer)) for peer in ranks]
         operations += [(False, peer, (peer, rank)) for peer in ranks]
-        with mock.patch.multiple(dist, P2POp=lambda *call: call[1], batch_isend_irecv=mock.DEFAULT) as begun:
+        with mock.patch.multiple(
+            dist, P2POp=lambda *call: call[1], batch_isend_irecv=mock.DEFAULT
+        ) as begun:
             collective._begin(operations, rank, None)
         waiting.append([call.args[0] for call in begun["batch_isend_irecv"].call_args_list])
         assert max(map(len, waiting[rank])) <= 64
     while waiting := [batches for batches in waiting if batches]:
         posted = Counter(message for batches in waiting for message in batches[0])
-        ended = [batches for batches in waiting if all(posted[message] == 2 for message in batches[0])]
+        ended = [
+            batches for batches in waiting if all(posted[message] == 2 for message in batches[0])
+        ]
         assert ended
         for batches in ended:
             batches.pop(0)
@@ -229,13 +284,21 @@ def test_polls_become_rarer() -> None:
 @given(cases())
 def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None:
     """Includes casts and relay buffers; senders and receivers expect the same."""
-    planned = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
+    planned = plan(
+        case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying
+    )
     for bucket in planned.buckets:
         sent = Counter()
         received = Counter()
         for rank in range(len(case.hosts)):
-            messages = MessagePlanner(rank, case.source.buffers, {**case.destination.buffers, **planned.relays})
-            between = [moved for moved in bucket.of_rank(rank).transfers if moved.src_rank != moved.dst_rank]
+            messages = MessagePlanner(
+                rank, case.source.buffers, {**case.destination.buffers, **planned.relays}
+            )
+            between = [
+                moved
+                for moved in bucket.of_rank(rank).transfers
+                if moved.src_rank != moved.dst_rank
+            ]
             outgoing, incoming = messages.messages(between)
             for ends, messages_of_rank in ((sent, outgoing), (received, incoming)):
                 for message in messages_of_rank:

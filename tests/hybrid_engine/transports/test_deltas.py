@@ -44,7 +44,10 @@ def by_brute_force(new: np.ndarray, old: np.ndarray) -> bytes:
     """Encode a delta as the module's docstring defines it."""
     pairs = list(zip(new.view(np.int16).tolist(), old.view(np.int16).tolist(), strict=True))
     changes = [(number, now) for number, (now, before) in enumerate(pairs) if now != before]
-    counts = [sum(number // BLOCK == block for number, _ in changes) for block in range(-(-len(pairs) // BLOCK))]
+    counts = [
+        sum(number // BLOCK == block for number, _ in changes)
+        for block in range(-(-len(pairs) // BLOCK))
+    ]
     parts = *counts, *(value for _, value in changes)
     words = b"".join(value.to_bytes(2, "little", signed=True) for value in parts)
     return words + bytes(number % BLOCK for number, _ in changes)
@@ -58,8 +61,12 @@ def pairs_of_messages(draw: st.DrawFn) -> Pair:
     if not num_words:
         return old.copy(), old
     positions = st.integers(0, num_words - 1)
-    ranges = st.tuples(positions, st.integers(1, 9)).map(lambda drawn: range(drawn[0] % 7, num_words, drawn[1]))
-    return changed(old, draw(st.one_of(st.sets(positions, max_size=30), ranges, st.just(range(num_words))))), old
+    ranges = st.tuples(positions, st.integers(1, 9)).map(
+        lambda drawn: range(drawn[0] % 7, num_words, drawn[1])
+    )
+    return changed(
+        old, draw(st.one_of(st.sets(positions, max_size=30), ranges, st.just(range(num_words))))
+    ), old
 
 
 @given(pairs_of_messages(), st.integers(1, 3))

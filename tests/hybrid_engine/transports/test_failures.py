@@ -37,7 +37,9 @@ def transfer_between(src_rank: int, dst_rank: int, link: Link = Link.NETWORK) ->
 
 
 ALL_PAIRS = tuple(
-    transfer_between(src, dst, Link.SELF if src == dst else Link.NETWORK) for src in (0, 1) for dst in (0, 1)
+    transfer_between(src, dst, Link.SELF if src == dst else Link.NETWORK)
+    for src in (0, 1)
+    for dst in (0, 1)
 )
 BUCKETS = tuple(Bucket(index, (), ALL_PAIRS, ("group",), 8 * NUMEL) for index in range(4))
 SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0, 1)}
@@ -79,7 +81,9 @@ def test_a_missing_peer_is_an_error_within_the_timeout() -> None:
         if peers.rank == 0:
             missing = ("bucket 0", "phase transfer", "peer 1", "nothing for 0.5 seconds")
             check_error(peers.run(0), "TransportError", *missing, within=20)
-            check_error(peers.run(1), "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+            check_error(
+                peers.run(1), "TransportError", "earlier failure", "bucket 0", "peer 1", within=5
+            )
             abandoned = outcome_of(lambda: peers.router.abandon(BUCKETS[2], "out of time"))
             check_error(abandoned, "TransportError", "earlier failure", within=5)
 
@@ -98,7 +102,9 @@ def test_an_abandoned_bucket_leaves_no_peer_waiting() -> None:
 def test_different_plans_are_detected() -> None:
     with connected() as peers:
         outcome = peers.run(peers.rank)
-        check_error(outcome, "PeerTransportError", f"of bucket {1 - peers.rank}, expected", "plans differ")
+        check_error(
+            outcome, "PeerTransportError", f"of bucket {1 - peers.rank}, expected", "plans differ"
+        )
 
 
 @on_ranks(2)
@@ -124,7 +130,12 @@ FAULTS: dict[str, tuple[Callable[[Peers], dict[str, object]], tuple[str, ...], t
     ),
     "an earlier transport": (
         lambda _: {"destination": {"dst1": torch.zeros(NUMEL)}},
-        ("TransportError local transport", "bucket 0", "phase transfer", "there is no buffer 'dst0'"),
+        (
+            "TransportError local transport",
+            "bucket 0",
+            "phase transfer",
+            "there is no buffer 'dst0'",
+        ),
         ("PeerTransportError", "peer 0", "local transport", "there is no buffer 'dst0'"),
     ),
     "another dtype": (
@@ -149,7 +160,9 @@ def test_a_fault_of_one_rank_is_raised_on_both_and_the_next_bucket_works(name: s
 @on_ranks(2)
 def test_no_memory_for_deltas_leaves_no_peer_waiting() -> None:
     """Rank 0 lacks memory for one bucket of deltas; the next bucket has deltas too."""
-    no_memory = mock.patch.object(deltas.np, "flatnonzero", side_effect=MemoryError("not a byte left"))
+    no_memory = mock.patch.object(
+        deltas.np, "flatnonzero", side_effect=MemoryError("not a byte left")
+    )
     with connected(sends_deltas=True) as peers:
         for flat in peers.source.values():
             flat[::100] += 1  # undone before the second fill
@@ -161,7 +174,11 @@ def test_no_memory_for_deltas_leaves_no_peer_waiting() -> None:
         peers.router.begin(whole=False)
         with no_memory if peers.rank == 0 else nullcontext():
             outcome = peers.run(0)
-        where = ("TransportError", "phase read") if peers.rank == 0 else ("PeerTransportError", "peer 0")
+        where = (
+            ("TransportError", "phase read")
+            if peers.rank == 0
+            else ("PeerTransportError", "peer 0")
+        )
         check_error(outcome, *where, "bucket 0", "not a byte left")
         peers.check_next()
 
@@ -178,13 +195,17 @@ def test_no_memory_for_deltas_leaves_no_peer_waiting() -> None:
         (0, Link.HOST, False, "shared_memory", "shared_memory"),
     ],
 )
-def test_choice_of_transport(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
+def test_choice_of_transport(
+    src_rank: int, link: Link, is_exported: bool, preference: str, expected: str
+):
     exported = {BufferId(src_rank, "src")} if is_exported else set()
     transfer = transfer_between(src_rank, 1, link)
     assert choose_transport(transfer, exported, preference) == expected
     plan = mock.Mock(**{"transfers.return_value": [transfer]})
     if is_exported:
-        assert pulled_buffers(src_rank, plan, preference) == ({"src"} if expected == "shared_memory" else set())
+        assert pulled_buffers(src_rank, plan, preference) == (
+            {"src"} if expected == "shared_memory" else set()
+        )
 
 
 def test_the_configuration_offers_every_registered_transport():
@@ -193,11 +214,17 @@ def test_the_configuration_offers_every_registered_transport():
 
 
 def test_every_transfer_without_a_transport_is_reported():
-    transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
+    transfers = (
+        transfer_between(0, 1),
+        transfer_between(1, 0, Link.HOST),
+        transfer_between(1, 1, Link.SELF),
+    )
     plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), (), "")
     key = "generate_config.transport"
     with violated(ConfigError, *[(key, "cannot-read")] * 2) as failure:
-        TransportSet.connect(TransportContext(0, SOURCE_BUFFERS, {}), "shared_memory").check(plan, set())
+        TransportSet.connect(TransportContext(0, SOURCE_BUFFERS, {}), "shared_memory").check(
+            plan, set()
+        )
     across_hosts, not_exported = (violation.problem for violation in failure.value.findings)
     assert "rank=0" in across_hosts
     assert "rank=1" in not_exported

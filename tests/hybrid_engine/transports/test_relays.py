@@ -66,13 +66,20 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     rank = Rank(make(), job, sends_deltas=True)
     bytes_across = []
     counts: list[Counter[str]] = []
-    for number, (whole, is_ahead) in enumerate(((True, True), (False, True), (False, False), (True, False))):
+    for number, (whole, is_ahead) in enumerate(
+        ((True, True), (False, True), (False, False), (True, False))
+    ):
         if number == 1:
             rank.negate()
         rank.clear(whole=whole)
         rank.meet()
         reports = [
-            rank.router.run(bucket, rank.source, rank.destination, rank.following(bucket.index) if is_ahead else None)
+            rank.router.run(
+                bucket,
+                rank.source,
+                rank.destination,
+                rank.following(bucket.index) if is_ahead else None,
+            )
             for bucket in rank.plan.buckets
         ]
         rank.meet()
@@ -81,7 +88,11 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
         counts.append(sum((report.counts for report in reports), rank.router.trim().counts))
     rank.router.close()
     assert rank.router.trim().counts["bytes_of_copies"] == 0
-    return {"network": bytes_read(rank.plan)[rank.rank].network, "across": bytes_across, "counts": counts}
+    return {
+        "network": bytes_read(rank.plan)[rank.rank].network,
+        "across": bytes_across,
+        "counts": counts,
+    }
 
 
 def switch_with_manager() -> dict[str, object]:
@@ -111,12 +122,16 @@ def test_relay_buffers_of_a_bucket_do_not_overlap():
         if buffer_id.rank == 2:
             flat = relays.tensors[buffer_id.name]
             assert (flat.numel(), str(flat.dtype)) == (buffer.numel, f"torch.{buffer.dtype}")
-            spans.setdefault(int(buffer.group), []).append((flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+            spans.setdefault(int(buffer.group), []).append(
+                (flat.data_ptr(), flat.data_ptr() + flat.nbytes)
+            )
     assert spans.keys() == {0, 1, 2}
     for of_bucket in spans.values():
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(sorted(of_bucket)))
     assert len({min(of_bucket)[0] for of_bucket in spans.values()}) == 1
-    assert export_handles(2, relays.tensors).keys() == {buffer_id for buffer_id in result.relays if buffer_id.rank == 2}
+    assert export_handles(2, relays.tensors).keys() == {
+        buffer_id for buffer_id in result.relays if buffer_id.rank == 2
+    }
 
 
 # Failures: rank 0 or 1 sends, ranks 2 and 3 relay half each and read the other's half.
@@ -144,7 +159,9 @@ def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
         outcomes += [rank.abandon_ahead(index, "no memory on rank 3") for index in (1, 2)]
     else:
         outcomes.append(rank.run_ahead(1))
-        outcomes.append(rank.run_ahead(2) if outcomes[1] == "ok" else rank.abandon_ahead(2, outcomes[1]))
+        outcomes.append(
+            rank.run_ahead(2) if outcomes[1] == "ok" else rank.abandon_ahead(2, outcomes[1])
+        )
     rank.clear()
     return [*outcomes, *map(rank.run_ahead, range(3)), rank.wrong()]
 
@@ -218,11 +235,20 @@ def test_each_byte_enters_a_host_once(four_ranks: ByRank, name: str):
     parts = [results[name] for results in four_ranks]
     assert [part["wrong"] for part in parts] == [[]] * 4
     for host, least in parts[0]["least"].items():
-        assert sum(part["network"] for part, part_host in zip(parts, HOSTS, strict=True) if part_host == host) == least
+        assert (
+            sum(
+                part["network"]
+                for part, part_host in zip(parts, HOSTS, strict=True)
+                if part_host == host
+            )
+            == least
+        )
 
 
 def test_most_reshards_have_relays(four_ranks: ByRank):
-    with_relays = {name for name in RESHARDS if any(results[name]["relays"] for results in four_ranks)}
+    with_relays = {
+        name for name in RESHARDS if any(results[name]["relays"] for results in four_ranks)
+    }
     assert len(with_relays) > len(RESHARDS) // 2
 
 
@@ -232,7 +258,9 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: ByRank):
         reports = results["manager"]
         for report in reports.values():
             assert report["bytes_received"] == report["bytes_least"] == 3 * quarter
-        relayed, apart, messages = (reports[case] for case in ("relayed", "host a cannot", "collective"))
+        relayed, apart, messages = (
+            reports[case] for case in ("relayed", "host a cannot", "collective")
+        )
         assert relayed["staging_bytes"] > 0  # allocated in every switch
         assert messages["bytes_by_transport"] == {"collective": 3 * quarter}
         assert messages["pairs_by_transport"] == {"collective": 3}
@@ -243,7 +271,10 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: ByRank):
         assert sum(relayed["bytes_by_transport"].values()) == 3 * quarter
         assert relayed["bytes_by_transport"]["collective"] == relayed["bytes_across_hosts"]
     for first in (0, 2):
-        entered = [four_processes[rank]["manager"]["relayed"]["bytes_across_hosts"] for rank in (first, first + 1)]
+        entered = [
+            four_processes[rank]["manager"]["relayed"]["bytes_across_hosts"]
+            for rank in (first, first + 1)
+        ]
         assert sum(entered) == 2 * quarter
         assert min(entered) > 0
 
@@ -263,11 +294,18 @@ def test_each_message_is_sent_in_its_shorter_form(four_ranks: ByRank):
             whole = first + last
             assert whole["messages_delta"] == whole["words_compared"] == 0
             assert changes["across"][0] == changes["across"][3] == planned
-            assert (changes["across"][2], unchanged["messages_whole"], unchanged["words_changed"]) == (0, 0, 0)
+            assert (
+                changes["across"][2],
+                unchanged["messages_whole"],
+                unchanged["words_changed"],
+            ) == (0, 0, 0)
             num_messages = changed["messages_whole"] + changed["messages_delta"]
             assert first["messages_whole"] == num_messages == unchanged["messages_delta"]
             assert len({count["bytes_of_copies"] for count in changes["counts"]}) == 1
-    assert any(results["changes"]["halves to every rank"]["counts"][1]["messages_delta"] for results in four_ranks)
+    assert any(
+        results["changes"]["halves to every rank"]["counts"][1]["messages_delta"]
+        for results in four_ranks
+    )
 
 
 with_or_without_deltas = pytest.mark.parametrize("kind", DELTAS)
@@ -290,8 +328,17 @@ def test_a_failed_sender_reaches_readers_of_a_relay_rank(four_ranks: ByRank, kin
 def test_a_reader_that_abandons_leaves_no_rank_waiting(four_ranks: ByRank, kind: str):
     *_, relay_rank, reader = (results[f"reader_abandons{kind}"] for results in four_ranks)
     assert reader[0] == "ok"
-    check_error(relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
-    assert [results[f"reader_abandons{kind}"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
+    check_error(
+        relay_rank[0],
+        "PeerTransportError",
+        "bucket 0",
+        "phase relay arrived",
+        "peer 3",
+        "no memory on rank 3",
+    )
+    assert [results[f"reader_abandons{kind}"][1:] for results in four_ranks] == [
+        ["ok", "ok", []]
+    ] * 4
 
 
 @with_or_without_deltas
@@ -299,7 +346,12 @@ def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: ByR
     outcomes = [results[f"relay_rank_gives_up_ahead{kind}"] for results in four_ranks]
     assert [outcome[0] for outcome in outcomes] == ["ok"] * 4
     check_error(
-        outcomes[2][1], "PeerTransportError", "bucket 1", "phase relay arrived", "peer 3", "no memory on rank 3"
+        outcomes[2][1],
+        "PeerTransportError",
+        "bucket 1",
+        "phase relay arrived",
+        "peer 3",
+        "no memory on rank 3",
     )
     assert outcomes[3][1:3] == ["ok", "ok"]
     assert [outcome[3:] for outcome in outcomes] == [["ok", "ok", "ok", []]] * 4
@@ -308,5 +360,13 @@ def test_a_relay_rank_that_gives_up_ahead_leaves_no_rank_waiting(four_ranks: ByR
 @with_or_without_deltas
 def test_a_silent_relay_rank_is_an_error_within_the_timeout(four_processes: ByRank, kind: str):
     first, second = four_processes[2][f"silent{kind}"]
-    check_error(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 1 seconds", within=9)
+    check_error(
+        first,
+        "TransportError",
+        "bucket 0",
+        "phase relay arrived",
+        "peer 3",
+        "nothing for 1 seconds",
+        within=9,
+    )
     check_error(second, "TransportError", "earlier failure", within=5)

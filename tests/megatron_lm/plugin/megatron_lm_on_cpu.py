@@ -44,7 +44,11 @@ class CudaIsCpu(cuda_names.CudaSpelling):
     """Mode in which calls of torch that name a CUDA device use the CPU."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = {name: _device(value) for name, value in (kwargs or {}).items()}
         return super().__torch_function__(func, types, tuple(map(_device, args)), named)
@@ -88,7 +92,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
     """Seed the test, and destroy process groups at the end of a test or class.
 
     Groups of gloo would keep threads and leftovers of failed tests. Each rank has a fixed seed.
@@ -96,7 +102,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     torch.manual_seed(RANK)
     with CudaIsCpu():
         yield
-    if nextitem is None or nextitem.parent is not item.parent or not isinstance(item.parent, pytest.Class):
+    if (
+        nextitem is None
+        or nextitem.parent is not item.parent
+        or not isinstance(item.parent, pytest.Class)
+    ):
         _destroy_groups()
 
 
@@ -133,7 +143,11 @@ class AdamW(torch.optim.AdamW):
 
 
 def _device(value: Any) -> Any:
-    return cuda_names.CPU if isinstance(value, (str, torch.device)) and str(value).startswith("cuda") else value
+    return (
+        cuda_names.CPU
+        if isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+        else value
+    )
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
@@ -180,7 +194,9 @@ def _torch_of_tests() -> ModuleType:
     namespace = cuda_names.torch_on_cpu(torch)
     vars(namespace.cuda)["device_count"] = lambda: NUM_RANKS
     vars(namespace.distributed).update(
-        init_process_group=_init_process_group, new_group=_new_group, init_device_mesh=_init_device_mesh
+        init_process_group=_init_process_group,
+        new_group=_new_group,
+        init_device_mesh=_init_device_mesh,
     )
     distributed_c10d._hash_ranks_to_str = _name_group
     return namespace
@@ -213,7 +229,9 @@ def _name_group(ranks: Sequence[int]) -> str:
 def _redirect(module: ModuleType, namespace: ModuleType) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    submodules = getattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_submodules", None)  # Since 0.17.
+    submodules = getattr(
+        gpt_layer_specs, "get_gpt_layer_with_transformer_engine_submodules", None
+    )  # Since 0.17.
     for attr, value in list(vars(module).items()):
         if value is torch:
             setattr(module, attr, namespace)

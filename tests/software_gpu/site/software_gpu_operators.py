@@ -52,7 +52,9 @@ def _bmm_out(self, mat2, out_dtype, *, out):
 
 
 def _addmm(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
-    return torch.addmm(self.to(out_dtype), mat1.to(out_dtype), mat2.to(out_dtype), beta=beta, alpha=alpha)
+    return torch.addmm(
+        self.to(out_dtype), mat1.to(out_dtype), mat2.to(out_dtype), beta=beta, alpha=alpha
+    )
 
 
 def _addmm_out(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, out):
@@ -60,7 +62,9 @@ def _addmm_out(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, out):
 
 
 def _baddbmm(self, batch1, batch2, out_dtype, *, beta=1, alpha=1):
-    return torch.baddbmm(self.to(out_dtype), batch1.to(out_dtype), batch2.to(out_dtype), beta=beta, alpha=alpha)
+    return torch.baddbmm(
+        self.to(out_dtype), batch1.to(out_dtype), batch2.to(out_dtype), beta=beta, alpha=alpha
+    )
 
 
 def _baddbmm_out(self, batch1, batch2, out_dtype, *, beta=1, alpha=1, out):
@@ -76,7 +80,9 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
     wide = input.to(_wide(input))
     if eps is None:
         eps = torch.finfo(wide.dtype).eps
-    reciprocal = torch.rsqrt(wide.square().mean(_normalized_dims(input, normalized_shape), keepdim=True) + eps)
+    reciprocal = torch.rsqrt(
+        wide.square().mean(_normalized_dims(input, normalized_shape), keepdim=True) + eps
+    )
     normalized = wide * reciprocal
     if weight is not None:
         normalized = normalized * weight.to(wide.dtype)

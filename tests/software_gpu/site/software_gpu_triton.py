@@ -7,10 +7,12 @@ Applied in memory at the import of `triton.runtime.interpreter` (with TRITON_INT
    as a race by the checker.
 2. Loads and stores are declared to the checker, and addresses without memory raise CUDA's error.
 3. During the capture of a CUDA graph a kernel does not run; the launch of the graph runs it.
-4. bfloat16. The interpreter represents it by the bits in uint16 and computes with these integers: a product of tiles
-   (`tl.dot`) is a product of bit patterns, likewise sums and comparisons. It also truncates float32 to bfloat16, while
-   hardware rounds to nearest, ties to even. Triton documents the first ("the interpreter does not support operations
-   on bfloat16"), but vLLM's attention kernels multiply bfloat16 tiles.
+4. bfloat16. The interpreter represents it by the bits in uint16 and computes with these integers: a
+product of tiles
+   (`tl.dot`) is a product of bit patterns, likewise sums and comparisons. It also truncates float32
+   to bfloat16, while hardware rounds to nearest, ties to even. Triton documents the first ("the
+   interpreter does not support operations on bfloat16"), but vLLM's attention kernels multiply
+   bfloat16 tiles.
 5. `tl.range` yields tensors, as in compiled kernels. The interpreter yields Python numbers, which
    have no `.to(tl.int64)`.
 """
@@ -38,7 +40,7 @@ def register():
 
 
 # -- bfloat16
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def widen(bits):
@@ -99,7 +101,9 @@ def _make_builder(interpreter):
 
         def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
             # The accumulator is float32, and a product of two bfloat16 numbers is exact there.
-            return super().create_dot(number(a), number(b), d, input_precision, max_num_imprecise_acc)
+            return super().create_dot(
+                number(a), number(b), d, input_precision, max_num_imprecise_acc
+            )
 
         def cast_impl(self, src, dst_type):
             to_bfloat16 = dst_type.scalar == tl.bfloat16
@@ -108,11 +112,17 @@ def _make_builder(interpreter):
             source = number(src)
             if to_bfloat16:
                 return handle_of(narrow(source.data), tl.bfloat16)
-            return handle_of(source.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+            return handle_of(
+                source.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar
+            )
 
         def create_fp_to_fp(self, src, dst_type, rounding_mode):
             rounds_to_nearest = rounding_mode == interpreter._ir.ROUNDING_MODE.RTNE
-            if dst_type.scalar == tl.bfloat16 and src.dtype.scalar == tl.float32 and rounds_to_nearest:
+            if (
+                dst_type.scalar == tl.bfloat16
+                and src.dtype.scalar == tl.float32
+                and rounds_to_nearest
+            ):
                 return handle_of(narrow(src.data), tl.bfloat16)
             return super().create_fp_to_fp(number(src), dst_type, rounding_mode)
 
@@ -149,7 +159,7 @@ def _make_sum(original):
 
 
 # -- loops
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _make_patch(interpreter, original):
@@ -160,7 +170,9 @@ def _make_patch(interpreter, original):
     def range_of_tensors(first, second=None, step=None, **options):
         start, end = (0, first) if second is None else (first, second)
         step = 1 if step is None else step
-        is_long = any(isinstance(bound, tl.tensor) and bound.dtype == tl.int64 for bound in (start, end, step))
+        is_long = any(
+            isinstance(bound, tl.tensor) and bound.dtype == tl.int64 for bound in (start, end, step)
+        )
         for number in range(start, end, step):
             counter = semantic.to_tensor(number)
             yield semantic.cast(counter, tl.int64) if is_long else counter
@@ -173,7 +185,7 @@ def _make_patch(interpreter, original):
 
 
 # -- memory
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Accesses:
@@ -231,13 +243,17 @@ def _note(ptrs, mask, writes):
     ends = addresses[np.roll(is_first, -1)] + nbytes
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if not library().software_gpu_is_accessible(start, end - start):
-            library().software_gpu_access(None, start, end - start, writes, b"a kernel of Triton")  # Reports it.
-            raise RuntimeError(f"CUDA error: an illegal memory access was encountered (Triton, at {start:#x})")
+            library().software_gpu_access(
+                None, start, end - start, writes, b"a kernel of Triton"
+            )  # Reports it.
+            raise RuntimeError(
+                f"CUDA error: an illegal memory access was encountered (Triton, at {start:#x})"
+            )
     _current.add(starts, ends, writes)
 
 
 # -- launches
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _make_call(original):

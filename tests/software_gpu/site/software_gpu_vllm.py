@@ -31,7 +31,7 @@ def _numbers(end):
 
 
 # -- norms
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def rms_norm(result, input, weight, epsilon):
@@ -56,7 +56,7 @@ def _normalized(input, weight, epsilon):
 
 
 # -- activations
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _gated(activation, is_first_activated=True):
@@ -98,10 +98,12 @@ def relu_squared(out, input):
 
 
 # -- positions
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False):
+def rotary_embedding(
+    positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False
+):
     """Rotate in float32 and round once, in place."""
     cos, sin = cos_sin_cache[positions].float().unsqueeze(-2).chunk(2, dim=-1)
     if inverse:
@@ -119,7 +121,9 @@ def _rotate(rotated, cos, sin, is_neox):
     else:
         first = rotated[..., 0::2]
         second = rotated[..., 1::2]
-    x = first.float()  # No copy of a float32 tensor, so both results are computed before the writes.
+    x = (
+        first.float()
+    )  # No copy of a float32 tensor, so both results are computed before the writes.
     y = second.float()
     rotated_x = x * cos - y * sin
     rotated_y = y * cos + x * sin
@@ -147,7 +151,9 @@ def vocab_parallel_embedding(
     first_added = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
     added_rows = input_ids - added_vocab_start_index + first_added
     is_local = is_original | is_added
-    rows = torch.where(is_original, input_ids - org_vocab_start_index, torch.where(is_added, added_rows, 0))
+    rows = torch.where(
+        is_original, input_ids - org_vocab_start_index, torch.where(is_added, added_rows, 0)
+    )
     out.copy_(torch.where(is_local.unsqueeze(-1), weight[rows.long()], 0))
 
 
@@ -162,7 +168,9 @@ def apply_repetition_penalties_(logits, prompt_mask, output_mask, repetition_pen
 # -----------------------------------------------------------------------------------------
 
 
-def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+def reshape_and_cache_flash(
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+):
     """Store the keys and values of new tokens; a slot below 0 is padding."""
     _refuse_8_bits(kv_cache_dtype)
     tokens, blocks, offsets = _slots(slot_mapping, key_cache.shape[1])
@@ -189,12 +197,22 @@ def _refuse_8_bits(kv_cache_dtype):
 
 
 def gather_and_maybe_dequant_cache(
-    src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts
+    src_cache,
+    dst,
+    block_table,
+    cu_seq_lens,
+    token_to_seq,
+    num_tokens,
+    kv_cache_dtype,
+    scale,
+    seq_starts,
 ):
     """Copy the cached tokens of all sequences into one tensor."""
     _refuse_8_bits(kv_cache_dtype)
     sequences = token_to_seq[:num_tokens].long()
-    dst[:num_tokens] = _cached(src_cache, block_table, cu_seq_lens, sequences, seq_starts).to(dst.dtype)
+    dst[:num_tokens] = _cached(src_cache, block_table, cu_seq_lens, sequences, seq_starts).to(
+        dst.dtype
+    )
 
 
 def cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts):
@@ -218,7 +236,7 @@ def concat_mla_q(ql_nope, q_pe, q_out):
 
 
 # -- attention
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def merge_attn_states(
@@ -238,7 +256,9 @@ def merge_attn_states(
     """
     if output_scale is not None:
         raise NotImplementedError("the software GPU has no attention output of 8 bits")
-    num_merged = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
+    num_merged = (
+        output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
+    )
     has_prefix = (_numbers(output.shape[0]) < num_merged).unsqueeze(0)
     prefix = _no_infinity(prefix_lse)
     suffix = _no_infinity(suffix_lse)
@@ -266,21 +286,41 @@ def _per_head(of_heads):
 
 
 # -- experts
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, is_padding):
+def topk_softmax(
+    topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, is_padding
+):
     """Choose experts by their probabilities."""
     scores = torch.softmax(gating_output.float(), dim=-1)
-    _choose(topk_weights, topk_indices, token_expert_indices, scores, renormalize, bias, 1.0, is_padding)
+    _choose(
+        topk_weights, topk_indices, token_expert_indices, scores, renormalize, bias, 1.0, is_padding
+    )
 
 
 def topk_sigmoid(
-    topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias, scaling_factor, is_padding
+    topk_weights,
+    topk_indices,
+    token_expert_indices,
+    gating_output,
+    renormalize,
+    bias,
+    scaling_factor,
+    is_padding,
 ):
     """Choose experts by independent scores."""
     scores = torch.sigmoid(gating_output.float())
-    _choose(topk_weights, topk_indices, token_expert_indices, scores, renormalize, bias, scaling_factor, is_padding)
+    _choose(
+        topk_weights,
+        topk_indices,
+        token_expert_indices,
+        scores,
+        renormalize,
+        bias,
+        scaling_factor,
+        is_padding,
+    )
 
 
 def _choose(weights, indices, token_expert_indices, scores, renormalize, bias, factor, is_padding):
@@ -304,7 +344,9 @@ def _largest(scores, num):
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :num]
 
 
-def grouped_topk(scores, n_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func):
+def grouped_topk(
+    scores, n_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func
+):
     """Choose groups by the sum of their two best experts, then experts within these groups."""
     num_tokens, num_experts = scores.shape
     unbiased = torch.sigmoid(scores.float()) if scoring_func == 1 else scores.float()

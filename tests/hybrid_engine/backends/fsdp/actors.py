@@ -39,9 +39,18 @@ def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
 
 
 def configuration(path: Path, world_size: int, **settings: Any) -> HybridConfig:
-    defaults = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
+    defaults = {
+        "fsdp": {},
+        "params_dtype": "float32",
+        "micro_batch_size": 2,
+        "seq_length": 12,
+        "optimizer": OPTIMIZER,
+    }
     # The directory has a config, but no weights.
-    return load_config({"model": path, "random_weights": True, "actor_config": {**defaults, **settings}}, world_size)
+    return load_config(
+        {"model": path, "random_weights": True, "actor_config": {**defaults, **settings}},
+        world_size,
+    )
 
 
 def train(engine: FsdpTrainEngine, step: int) -> dict[str, float]:
@@ -65,7 +74,8 @@ def state_of(engine: FsdpTrainEngine) -> State:
             state[f"{name}: {key}"] = digest(whole(value))
     # Parameters are compared by name, above.
     state["groups"] = [
-        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.inner.param_groups
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.inner.param_groups
     ]
     return {**state, "version": engine.model.version, "generator": digest(torch.get_rng_state())}
 

@@ -68,7 +68,9 @@ def cases_of(layouts: dict[str, Values], directory: Path) -> list[Case]:
 
 def verdicts_of(cases: list[Case]) -> list[Verdict]:
     verdicts = run_cases(cases, 2, module=__name__)
-    assert {verdict.name: verdict.faults for verdict in verdicts} == {case.name: [] for case in cases}
+    assert {verdict.name: verdict.faults for verdict in verdicts} == {
+        case.name: [] for case in cases
+    }
     return verdicts
 
 

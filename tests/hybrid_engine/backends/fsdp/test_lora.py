@@ -39,14 +39,27 @@ NUM_STEPS = 2
 
 # Ranks, alphas and scaling of every kind: by default, by pattern, rank-stabilised.
 SEPARATE = {
-    **{"r": 6, "lora_alpha": 12, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    **{
+        "r": 6,
+        "lora_alpha": 12,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    },
     **{"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"layers.1.self_attn.v_proj": 7}},
 }
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Nested wrappers adapt the parameters of all experts; the router is not a linear layer either.
 OF_EXPERTS = {
-    **{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
-    **{"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 7}},
+    **{
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj"],
+        "target_parameters": [*EXPERTS, "mlp.gate.weight"],
+    },
+    **{
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 7},
+    },
 }
 TP2 = {"tp_size": 2}
 WITH_EXPERTS = {
@@ -57,8 +70,19 @@ WITH_EXPERTS = {
 }
 ALONG = (("qwen3_moe", 1), ("qwen3_moe", 2), ("gpt-oss", 1), ("gpt-oss", 2))
 # vLLM's parameters of them.
-ADAPTED_WITH_EXPERTS = ("w13_weight", "w2_weight", "gate.weight", "router.weight", "qkv_proj.weight")
-MERGED = {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head", "norm"]}
+ADAPTED_WITH_EXPERTS = (
+    "w13_weight",
+    "w2_weight",
+    "gate.weight",
+    "router.weight",
+    "qkv_proj.weight",
+)
+MERGED = {
+    "r": 3,
+    "lora_alpha": 5,
+    "target_modules": ["embed_tokens", "o_proj"],
+    "modules_to_save": ["lm_head", "norm"],
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +105,12 @@ class Delivery:
 
 
 DELIVERIES = {
-    "separate": Delivery(served_config("llama"), SEPARATE, {**TP2, "lora_delivery": "adapter"}, skipped=0.5),
-    "merged": Delivery(served_config("llama"), MERGED, {}, ("embed_tokens.weight", "o_proj.weight"), 0.1),
+    "separate": Delivery(
+        served_config("llama"), SEPARATE, {**TP2, "lora_delivery": "adapter"}, skipped=0.5
+    ),
+    "merged": Delivery(
+        served_config("llama"), MERGED, {}, ("embed_tokens.weight", "o_proj.weight"), 0.1
+    ),
     "qwen3_moe": Delivery(WITH_EXPERTS["qwen3_moe"], OF_EXPERTS, TP2, ADAPTED_WITH_EXPERTS),
     "mixtral": Delivery(WITH_EXPERTS["mixtral"], OF_EXPERTS, {}, ADAPTED_WITH_EXPERTS),
     "gpt-oss": Delivery(WITH_EXPERTS["gpt-oss"], OF_EXPERTS, TP2, ADAPTED_WITH_EXPERTS),
@@ -111,10 +139,18 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
     job()
     support.write_config(tmp_path, {**delivery.config, "torch_dtype": "float32"})
     model = peft_model(tmp_path, delivery.settings)
-    rollout = {"model": str(tmp_path), "max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "incremental": "auto"}
+    rollout = {
+        "model": str(tmp_path),
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "kv_cache_mb": 16,
+        "incremental": "auto",
+    }
     with other_torch_modes():
         engine = HybridEngine(
-            model=model, rollout_config={**rollout, **delivery.rollout}, train_config={"fsdp_config": {}}
+            model=model,
+            rollout_config={**rollout, **delivery.rollout},
+            train_config={"fsdp_config": {}},
         )
     optimizer = _optimizer_of(model)
     parameters: TensorDict = {}
@@ -142,13 +178,17 @@ def test_vllm_has_the_adapted_model_and_training_does_not_change(tmp_path: Path,
 
 
 def _optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(
+        [tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2
+    )
 
 
 def _whole_copy(path: Path, settings: Values, model: Any) -> Any:
     """Return the unsharded model on this rank."""
     whole = peft_model(path, settings)
-    whole.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+    whole.load_state_dict(
+        {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    )
     return whole
 
 
@@ -194,7 +234,9 @@ def _compare(
 def _compare_answers(engine: Any, whole: Any) -> None:
     with other_torch_modes():
         sequences = engine.generate(PROMPTS, GREEDY)
-        scored = torch.stack(engine.inference.prompt_logprobs(sequences.tolist(), lora=engine.adapter))
+        scored = torch.stack(
+            engine.inference.prompt_logprobs(sequences.tolist(), lora=engine.adapter)
+        )
     with torch.no_grad():
         logits = whole(input_ids=sequences).logits[:, :-1].log_softmax(-1)
         with whole.disable_adapter():
@@ -215,7 +257,8 @@ def test_experts_may_be_sharded_along_any_dim(tmp_path: Path, family: str, dim: 
     table = table_for(config)
     whole = peft_model(tmp_path, OF_EXPERTS)
     model = sharded_models.shard(
-        peft_model(tmp_path, OF_EXPERTS), shard_placement_fn=lambda tensor: Shard(dim if tensor.dim() == 3 else 0)
+        peft_model(tmp_path, OF_EXPERTS),
+        shard_placement_fn=lambda tensor: Shard(dim if tensor.dim() == 3 else 0),
     )
     with closing(ShardedModel(model, table, job().rank)) as sharded:
         save_hf_checkpoint(tmp_path / "saved", sharded.weights, table, job(), tmp_path)

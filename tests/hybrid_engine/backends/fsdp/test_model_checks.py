@@ -14,12 +14,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 
 from hybrid_engine.assembly import _model_directory
 from hybrid_engine.backends.fsdp.attention import live_attention, recorded
 from hybrid_engine.backends.fsdp.internals import PRIVATE_NAMES
-from hybrid_engine.backends.fsdp.model_checks import require_configured, require_torch, weights_dtype
+from hybrid_engine.backends.fsdp.model_checks import (
+    require_configured,
+    require_torch,
+    weights_dtype,
+)
 from hybrid_engine.backends.fsdp.names import model_of_config
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig
@@ -109,7 +118,10 @@ def test_attention_without_the_configured_soft_cap_is_refused(
     model.config._attn_implementation = implementation  # without transformers' own check
     lines = differences(model)
     assert bool(lines) == is_refused
-    assert has_line(lines, f"'{implementation}'", "softcap 50.0", "attn_implementation='eager'") == is_refused
+    assert (
+        has_line(lines, f"'{implementation}'", "softcap 50.0", "attn_implementation='eager'")
+        == is_refused
+    )
     assert model.config._attn_implementation == implementation
 
 
@@ -139,7 +151,12 @@ def test_attention_without_masks_is_refused_for_windows(
     "scaling",
     [
         {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+        {
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+        },
     ],
     ids=lambda scaling: scaling["rope_type"],
 )
@@ -147,11 +164,17 @@ def test_rotary_frequencies_that_depend_on_the_length_are_read(
     tmp_path: Path,
     scaling: Values,
 ) -> None:
-    model = model_of(tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    model = model_of(
+        tmp_path, "llama", rope_scaling=scaling | {"original_max_position_embeddings": 64}
+    )
     short = model.model.rotary_emb.inv_freq.clone()
-    model(torch.zeros(1, 140, dtype=torch.int64))  # leaves the frequencies of its length in the buffers
+    model(
+        torch.zeros(1, 140, dtype=torch.int64)
+    )  # leaves the frequencies of its length in the buffers
     require_configured(model)
-    (rotary,) = {attention.rotary for attention in live_attention(model, recorded(model).calls).values()}
+    (rotary,) = {
+        attention.rotary for attention in live_attention(model, recorded(model).calls).values()
+    }
     assert torch.allclose(torch.tensor(rotary.frequencies), short)
     assert not torch.allclose(short, model.model.rotary_emb.inv_freq)
 
@@ -170,11 +193,19 @@ def test_a_config_that_transformers_cannot_build_is_refused(
     problem: str,
 ) -> None:
     path = write_config(tmp_path, served_config("llama") | change)
-    with pytest.raises(ConfigError, match=problem, check=has_violations(("model", "builds-no-model"))):
+    with pytest.raises(
+        ConfigError, match=problem, check=has_violations(("model", "builds-no-model"))
+    ):
         model_of_config(path)
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 OVERRIDES: dict[str, Values] = {
     "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
@@ -207,7 +238,9 @@ def test_end_tokens_of_the_live_model_are_written(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [5, 6]  # vLLM stops by generation_config.json
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
     with ExitStack() as owner:
-        written = json.loads((_model_directory(model, owner) / "generation_config.json").read_text())
+        written = json.loads(
+            (_model_directory(model, owner) / "generation_config.json").read_text()
+        )
     assert written["eos_token_id"] == [5, 6]
 
 
@@ -252,14 +285,19 @@ def another_activation(model: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "base": (another_base, ("model.rotary_emb: inv_freq",)),
-    "epsilon": (another_epsilon, ("model.layers.0.input_layernorm and 4 more", "variance_epsilon", "1e-05", "0.5")),
+    "epsilon": (
+        another_epsilon,
+        ("model.layers.0.input_layernorm and 4 more", "variance_epsilon", "1e-05", "0.5"),
+    ),
     "activation": (another_activation, ("model.layers.1.mlp.act_fn", "ReLU", "SiLU")),
     "dtype": (torch.nn.Module.bfloat16, ("model.rotary_emb: inv_freq", "torch.bfloat16", ".to()")),
 }
 
 
 def test_persistent_buffers_are_tensors_of_the_checkpoint(tmp_path: Path) -> None:
-    model: Any = sharded_models.from_config(write_config(tmp_path, variant_config("LFM2-MoE, a router's bias")))
+    model: Any = sharded_models.from_config(
+        write_config(tmp_path, variant_config("LFM2-MoE, a router's bias"))
+    )
     for name, buffer in model.named_buffers():
         if "expert_bias" in name:
             buffer.normal_()
@@ -272,7 +310,9 @@ def test_differences_from_the_config_are_refused(tmp_path: Path, name: str) -> N
     model = model_of(tmp_path)
     state = torch.get_rng_state()
     require_configured(model)
-    assert torch.equal(torch.get_rng_state(), state)  # the check builds a model without drawing numbers
+    assert torch.equal(
+        torch.get_rng_state(), state
+    )  # the check builds a model without drawing numbers
     change(model)
     assert has_line(differences(model), *values)
 
@@ -283,7 +323,9 @@ HYBRID = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=2)
 def test_gradients_are_summed_in_float32(job: None, tmp_path: Path) -> None:
     """A sum of three equal gradients of bfloat16 needs more bits than bfloat16 has."""
     model = model_of(tmp_path)
-    shard_model(model, FsdpConfig(mixed_precision="bf16"), mesh_of(FsdpConfig(), torch.device("cpu"), 1))
+    shard_model(
+        model, FsdpConfig(mixed_precision="bf16"), mesh_of(FsdpConfig(), torch.device("cpu"), 1)
+    )
     gradients = []
     for number in (1, 3):
         model.zero_grad()
@@ -320,7 +362,9 @@ def test_a_router_in_float32_is_sharded_in_a_bfloat16_model(tmp_path: Path) -> N
         write_config(tmp_path, variant_config("Ernie4_5_MoeForCausalLM"))
     dist.barrier()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16
+    ).eval()
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         whole = model(tokens).logits

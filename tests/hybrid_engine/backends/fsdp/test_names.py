@@ -25,11 +25,15 @@ ALL_LINEAR = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 
 def model_of(path: Path, variant: str = "llama", **changes: Any) -> Any:
     """Write the config of a model, and build it."""
-    return sharded_models.from_config(write_config(path, served_config(variant, torch_dtype="float32", **changes)))
+    return sharded_models.from_config(
+        write_config(path, served_config(variant, torch_dtype="float32", **changes))
+    )
 
 
 def read(path: Path, model: torch.nn.Module, delivery: LoraDelivery = "merge") -> ModelReading:
-    return read_model_weights(model, model.state_dict(keep_vars=True), table_for(read_config(path)), delivery)
+    return read_model_weights(
+        model, model.state_dict(keep_vars=True), table_for(read_config(path)), delivery
+    )
 
 
 def with_lora(model: torch.nn.Module, **settings: Any) -> Any:
@@ -48,7 +52,9 @@ def compiled_layers(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))])
+@pytest.mark.parametrize(
+    "wrap", [compiled, compiled_layers, lambda model: compiled(compiled_layers(model))]
+)
 def test_names_are_read_through_torch_wrappers(
     tmp_path: Path,
     wrap: Callable[[torch.nn.Module], Any],
@@ -66,11 +72,15 @@ def test_names_are_read_through_torch_wrappers(
 def test_weights_are_read_through_peft_wrappers(tmp_path: Path) -> None:
     model = with_lora(compiled_layers(model_of(tmp_path)), modules_to_save=["lm_head"])
     reading = read(tmp_path, model)
-    assert reading.packed["lm_head.weight"].parameter.endswith("lm_head.modules_to_save.default.weight")
+    assert reading.packed["lm_head.weight"].parameter.endswith(
+        "lm_head.modules_to_save.default.weight"
+    )
     assert len(reading.names.loras) == 14  # seven linear layers in each of two layers
     with model.disable_adapter():
         plain_reading = read(tmp_path, model)
-    assert plain_reading.packed["lm_head.weight"].parameter.endswith("lm_head.original_module.weight")
+    assert plain_reading.packed["lm_head.weight"].parameter.endswith(
+        "lm_head.original_module.weight"
+    )
     assert plain_reading.names.loras == ()
 
 
@@ -95,13 +105,17 @@ def two_adapters(model: torch.nn.Module) -> Any:
 
 def ia3(model: torch.nn.Module) -> Any:
     peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    return peft.get_peft_model(
+        model, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    )
 
 
 def adalora(model: torch.nn.Module) -> Any:
     """AdaLoRA: subclasses of LoRA's layers that compute W + B diag(E) A."""
     peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.AdaLoraConfig(total_step=9, init_r=2, target_modules=["q_proj"]))
+    return peft.get_peft_model(
+        model, peft.AdaLoraConfig(total_step=9, init_r=2, target_modules=["q_proj"])
+    )
 
 
 def one_more_tensor(model: torch.nn.Module) -> Any:
@@ -113,21 +127,40 @@ def one_more_tensor(model: torch.nn.Module) -> Any:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[torch.nn.Module], Any], LoraDelivery, tuple[str, ...]]] = {
-    "tied": (lora_on(target_modules=["embed_tokens"]), "merge", ("model.embed_tokens, adapter default", "lm_head")),
+    "tied": (
+        lora_on(target_modules=["embed_tokens"]),
+        "merge",
+        ("model.embed_tokens, adapter default", "lm_head"),
+    ),
     "dora": (lora_on(use_dora=True), "merge", ("Dora", "use_dora=False")),
-    "bias of B": (lora_on(lora_bias=True, target_modules=["q_proj"]), "merge", ("lora_bias=False",)),
+    "bias of B": (
+        lora_on(lora_bias=True, target_modules=["q_proj"]),
+        "merge",
+        ("lora_bias=False",),
+    ),
     "merged": (merged, "merge", ("default", "unmerge_adapter")),
     "another method": (ia3, "merge", ("model.layers.0.self_attn.k_proj: Linear",)),
     "adaptive ranks": (
         adalora,
         "merge",
-        ("model.layers.0.self_attn.q_proj: SVDLinear", "lora_A.default, lora_B.default, lora_E.default"),
+        (
+            "model.layers.0.self_attn.q_proj: SVDLinear",
+            "lora_A.default, lora_B.default, lora_E.default",
+        ),
     ),
-    "one more tensor": (one_more_tensor, "adapter", ("model.layers.1.self_attn.q_proj: Linear", "lora_gate")),
+    "one more tensor": (
+        one_more_tensor,
+        "adapter",
+        ("model.layers.1.self_attn.q_proj: Linear", "lora_gate"),
+    ),
     "tokens": (lora_on(trainable_token_indices=[1, 2]), "merge", ("TrainableTokensWrapper",)),
 }
 NOT_SEPARATE: dict[str, tuple[Callable[[torch.nn.Module], Any], str, tuple[str, ...]]] = {
-    "an embedding": (lora_on(target_modules=["embed_tokens", "q_proj"]), "cannot-deliver-adapter", ("embed_tokens",)),
+    "an embedding": (
+        lora_on(target_modules=["embed_tokens", "q_proj"]),
+        "cannot-deliver-adapter",
+        ("embed_tokens",),
+    ),
     "two": (two_adapters, "several-adapters", ("2 weights", "q_proj")),
     "none": (lambda model: model, "no-adapters", ()),
     "a rank": (lora_on(r=600, target_modules=["q_proj"]), "cannot-deliver-adapter", ("600", "512")),
@@ -166,7 +199,10 @@ def test_an_adapter_on_a_parameter_is_read_as_one_on_its_layer(tmp_path: Path) -
     settings = {"target_modules": [], "target_parameters": ["q_proj.weight"]}
     on_parameters = with_lora(model_of(tmp_path), **settings)
     for delivery in ("merge", "adapter"):
-        reading, expected = read(tmp_path, on_parameters, delivery), read(tmp_path, on_layers, delivery)
+        reading, expected = (
+            read(tmp_path, on_parameters, delivery),
+            read(tmp_path, on_layers, delivery),
+        )
         assert (reading.packed, reading.lora) == (expected.packed, expected.lora)
         assert reading.names.loras == expected.names.loras != ()
 
@@ -175,11 +211,16 @@ EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
 
 def test_adapters_on_experts_are_not_delivered_separately(tmp_path: Path) -> None:
-    model = with_lora(model_of(tmp_path, "qwen3_moe"), target_modules=["q_proj"], target_parameters=EXPERTS)
+    model = with_lora(
+        model_of(tmp_path, "qwen3_moe"), target_modules=["q_proj"], target_parameters=EXPERTS
+    )
     assert len(read(tmp_path, model).names.loras) == 6  # three in each of two layers
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, model, "adapter")
-    assert violations_of(caught.value) == [("generate_config.lora_delivery", "cannot-deliver-adapter")] * 4
+    assert (
+        violations_of(caught.value)
+        == [("generate_config.lora_delivery", "cannot-deliver-adapter")] * 4
+    )
     assert str(caught.value).count("it adapts experts. Use merge") == 4
 
 
@@ -210,7 +251,9 @@ def test_a_model_of_another_config_is_refused_with_all_differences(tmp_path: Pat
     with pytest.raises(ParameterMismatchError) as caught:
         canonical_views(model, model.state_dict(keep_vars=True), table)
     findings = dict(finding.split(": ", 1) for finding in caught.value.findings)
-    assert all(shape in findings["model.embed_tokens.weight"] for shape in ("(130, 64)", "(130, 128)"))
+    assert all(
+        shape in findings["model.embed_tokens.weight"] for shape in ("(130, 64)", "(130, 128)")
+    )
     assert "model.layers.0.self_attn.q_proj.bias" in findings
 
 

@@ -88,7 +88,9 @@ def from_meta(path: Path) -> torch.nn.Module:
     shard(model).to_empty(device="cpu")
     whole = from_config(path)
     with torch.no_grad():
-        for parameter, source in zip(model.parameters(), shard(from_config(path)).parameters(), strict=True):
+        for parameter, source in zip(
+            model.parameters(), shard(from_config(path)).parameters(), strict=True
+        ):
             local_of(parameter).copy_(local_of(source))
         for buffer, source in zip(model.buffers(), whole.buffers(), strict=True):
             buffer.copy_(source)
@@ -118,15 +120,21 @@ def two_optimizers(model: torch.nn.Module) -> Optimizers:
     return [torch.optim.SGD(small, lr=1e-2), torch.optim.AdamW(large, lr=1e-2)]
 
 
-def optimizer_of(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[torch.nn.Module], Optimizers]:
+def optimizer_of(
+    kind: type[torch.optim.Optimizer], **settings: Any
+) -> Callable[[torch.nn.Module], Optimizers]:
     return lambda model: [kind(model.parameters(), **settings)]
 
 
 TWO_RANKS = {
     "resharded after forward": Odd(with_options(reshard_after_forward=True)),
-    "by columns": Odd(with_options(shard_placement_fn=lambda parameter: Shard(int(parameter.dim() > 1)))),
+    "by columns": Odd(
+        with_options(shard_placement_fn=lambda parameter: Shard(int(parameter.dim() > 1)))
+    ),
     "kept after forward": Odd(with_options(reshard_after_forward=False), micro_batches=2),
-    "computes in bfloat16": Odd(with_options(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
+    "computes in bfloat16": Odd(
+        with_options(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    ),
     "uneven, and fewer rows than ranks": Odd(config={"intermediate_size": 1, "vocab_size": 131}),
     "accumulated": Odd(micro_batches=3),
     "gradient checkpointing": Odd(checkpointed),
@@ -142,7 +150,9 @@ TWO_RANKS = {
     "two optimizers": Odd(optimizers=two_optimizers),
 }
 FOUR_RANKS = {
-    "tensor parallel": Odd(lambda path: shard_over_tensor_parallel(from_config(path)), tensor_parallel_size=2),
+    "tensor parallel": Odd(
+        lambda path: shard_over_tensor_parallel(from_config(path)), tensor_parallel_size=2
+    ),
     "fewer rows than ranks": Odd(config={"intermediate_size": 3, "vocab_size": 129}),
 }
 
@@ -205,7 +215,9 @@ def _check_places(driven: ShardedModel) -> None:
     buffers = {name: flat_storage_of(flat) for name, flat in weights.buffers().items()}
     for record in weights.layout().shards:
         packed = weights.packed[record.region.tensor]
-        tensor = whole[packed.parameter].as_strided(packed.view.shape, packed.view.strides, packed.view.offset)
+        tensor = whole[packed.parameter].as_strided(
+            packed.view.shape, packed.view.strides, packed.view.offset
+        )
         assert torch.equal(tensor[region_slices(record)], view_of(buffers, record)), record
 
 
@@ -223,5 +235,7 @@ def _state(model: torch.nn.Module, optimizers: Optimizers) -> TensorDict:
         for number, optimizer in enumerate(optimizers):
             tensors = torch.utils._pytree.tree_leaves(optimizer.state.get(parameter, {}))
             leaves = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
-            state |= {f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)}
+            state |= {
+                f"{name}, {number}, {index}": local_of(leaf) for index, leaf in enumerate(leaves)
+            }
     return state

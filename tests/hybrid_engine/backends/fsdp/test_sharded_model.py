@@ -66,7 +66,9 @@ def with_several_faults(rank: Rank) -> None:
     model = shard(rank.model())
     norm = model.model.norm
     head = model.lm_head
-    norm.weight = torch.nn.Parameter(DTensor.from_local(local_of(norm.weight), norm.weight.device_mesh, [Partial()]))
+    norm.weight = torch.nn.Parameter(
+        DTensor.from_local(local_of(norm.weight), norm.weight.device_mesh, [Partial()])
+    )
     head.weight = torch.nn.Parameter(torch.zeros(130, 64, dtype=torch.int8), requires_grad=False)
     rank.wrapped(model)
 
@@ -76,7 +78,9 @@ def strided_the_other_way(rank: Rank) -> None:
     model = shard(rank.model())
     weight = model.lm_head.weight
     mesh = init_device_mesh("cpu", (1, 2))
-    strided = DTensor.from_local(local_of(weight), mesh, [Replicate(), StridedShard(0, split_factor=2)])
+    strided = DTensor.from_local(
+        local_of(weight), mesh, [Replicate(), StridedShard(0, split_factor=2)]
+    )
     model.lm_head.weight = torch.nn.Parameter(strided)
     rank.wrapped(model)
 
@@ -140,7 +144,12 @@ REFUSED: dict[str, tuple[Callable[[Rank], None], type[HybridEngineError], str, s
         r"(?=.*\n  model\.norm\.weight: unsupported placement Partial)"
         r"(?=.*\n  lm_head\.weight: not sharded)",
     ),
-    "strided": (strided_the_other_way, ModelError, "unusable-model", r"lm_head\.weight.*_StridedShard"),
+    "strided": (
+        strided_the_other_way,
+        ModelError,
+        "unusable-model",
+        r"lm_head\.weight.*_StridedShard",
+    ),
     "by others": (wrapped_by_others, ModelError, "unusable-model", "DistributedDataParallel"),
     "driven twice": (driven_twice, ModelError, "already-driven", ""),
     "a mixed optimizer": (steps_of_a_mixed_optimizer, ModelError, "foreign-parameters", "1 of 22"),
@@ -219,7 +228,9 @@ def test_a_checkpoint_without_mtp_layers_is_complete(tmp_path: Path) -> None:
     with joined(tmp_path) as rank:
         path = rank.path / "mtp"
         if rank.job.rank == 0:
-            write_config(path, tiny_config("deepseek_v3", num_nextn_predict_layers=1, torch_dtype="float32"))
+            write_config(
+                path, tiny_config("deepseek_v3", num_nextn_predict_layers=1, torch_dtype="float32")
+            )
         rank.job.agreement.conclude("writing the config")
         table = table_for(read_config(path))
         model = shard(from_config(path))

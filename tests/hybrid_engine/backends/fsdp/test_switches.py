@@ -1,7 +1,7 @@
 """FSDP2 -> vLLM: bytes of switches and state in memory are the planned ones.
 
-Weights are compared with vLLM's own load in test_derived_models.py and the matrix (tools/verify), their places in
-test_odd_models.py, which trains with and without switches as end_to_end/ does.
+Weights are compared with vLLM's own load in test_derived_models.py and the matrix (tools/verify),
+their places in test_odd_models.py, which trains with and without switches as end_to_end/ does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Case:
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{key.removeprefix('infer_').partition('_')[0]} {n}" for key, n in self.infer.items())
+        sizes = " ".join(
+            f"{key.removeprefix('infer_').partition('_')[0]} {n}" for key, n in self.infer.items()
+        )
         return f"{self.family}, {self.replicas} replicas -> {sizes or 'dp'}, {self.dtype}"
 
 
@@ -63,7 +65,10 @@ CASES = {
         Case("qwen3_moe", infer=TP2_EP2),
         Case("deepseek_v3", infer=TP2),
     ],
-    3: [Case("qwen3"), Case("qwen3_moe", **BF16)],  # neither the vocabulary nor the experts split evenly
+    3: [
+        Case("qwen3"),
+        Case("qwen3_moe", **BF16),
+    ],  # neither the vocabulary nor the experts split evenly
     4: [
         Case("llama", replicas=2, infer=TP2),
         Case("deepseek_v3", replicas=2, infer={**TP2, **PP2}, **BF16),
@@ -82,7 +87,12 @@ def test_switches(tmp_path: Path, case: Case) -> None:
             "random_weights": True,
             "actor_config": {"params_dtype": "float32", "seq_length": 64},
             "generate_config": {
-                **{"max_model_len": 64, "max_num_seqs": 8, "kv_cache_mb": 16, "timeout_seconds": job.timeout_seconds},
+                **{
+                    "max_model_len": 64,
+                    "max_num_seqs": 8,
+                    "kv_cache_mb": 16,
+                    "timeout_seconds": job.timeout_seconds,
+                },
                 **case.infer,
                 **_compression(case.dtype),
             },
@@ -103,10 +113,16 @@ def test_switches(tmp_path: Path, case: Case) -> None:
         with engine.train_context():
             train(model, optimizer, 0, job.rank)
         assert report.bytes_received == int(plan.bytes.received[job.rank])
-        assert job.agreement.total(report.bytes_received) == job.agreement.total(report.bytes_least) > 0
+        assert (
+            job.agreement.total(report.bytes_received)
+            == job.agreement.total(report.bytes_least)
+            > 0
+        )
         assert differences(plan.source.layout_of(job.rank), side.of_rank(job.rank)) == []
         is_even = _elastic_share(trainer) > 0.99
-        assert is_even or job.world_size > 2  # over two ranks all tensors of these models split evenly
+        assert (
+            is_even or job.world_size > 2
+        )  # over two ranks all tensors of these models split evenly
         if is_even:  # FSDP2's padding of uneven parts counts in such small models
             state = plan.memory.state
             planned = [nbytes[job.rank] for nbytes in (state.params, state.grads, state.optimizer)]
@@ -118,7 +134,9 @@ def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
     """Return the plan of the command line for this job, with all ranks on one host."""
     actor = ActorConfig(params_dtype="float32", fsdp=FsdpConfig(replicas=case.replicas))
     return plan_job(
-        config.model_copy(update={"actor_config": actor}), job.world_size, Cluster(ranks_per_host=job.world_size)
+        config.model_copy(update={"actor_config": actor}),
+        job.world_size,
+        Cluster(ranks_per_host=job.world_size),
     )
 
 
@@ -135,7 +153,11 @@ def _nbytes(trainer: ShardedModel, kind: str) -> int:
 
 def _elastic_share(trainer: ShardedModel) -> float:
     sizes = {name: flat.nbytes for name, flat in trainer.weights.buffers().items()}
-    elastic = [name for name, flat in trainer.weights.buffers().items() if exported_buffer_of(flat) is not None]
+    elastic = [
+        name
+        for name, flat in trainer.weights.buffers().items()
+        if exported_buffer_of(flat) is not None
+    ]
     return sum(sizes[name] for name in elastic) / sum(sizes.values())
 
 

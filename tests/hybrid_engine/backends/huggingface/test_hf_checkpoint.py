@@ -91,7 +91,10 @@ def test_a_checkpoint_is_loaded_and_saved_bitwise(zoo: Zoo, tmp_path: Path, name
         save_hf_checkpoint(tmp_path / "out", weights, run.table, job, path, file_nbytes=SMALL_FILES)
     saved = read_canonical(tmp_path / "out")
     assert saved.keys() == canonical.keys()
-    assert all(torch.equal(tensor.to(dtype), saved[tensor_name]) for tensor_name, tensor in canonical.items())
+    assert all(
+        torch.equal(tensor.to(dtype), saved[tensor_name])
+        for tensor_name, tensor in canonical.items()
+    )
     assert (tmp_path / "out" / model_files.INDEX).is_file()  # of several files
 
 
@@ -103,7 +106,9 @@ def wrong_shards(weights: Any, canonical: TensorDict) -> list[str]:
         for shard in layout.shards
         if not torch.equal(
             view_of(buffers, shard),
-            canonical[shard.region.tensor][region_slices(shard)].to(buffers[shard.place.buffer.name].dtype),
+            canonical[shard.region.tensor][region_slices(shard)].to(
+                buffers[shard.place.buffer.name].dtype
+            ),
         )
     ]
 
@@ -126,7 +131,10 @@ def main_parameters_differ(run: Any) -> bool:
         chunk.zero_grad_buffer()
     run.actor.optimizer.step()  # writes the optimizer's main parameters back
     run.engine.model.weights.prepare()
-    return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.model.weights.buffers().items())
+    return any(
+        not torch.equal(before[name], tensor)
+        for name, tensor in run.engine.model.weights.buffers().items()
+    )
 
 
 # name -> (error, code of its violation, part of its message, changes of config.json; None: a
@@ -138,11 +146,31 @@ BROKEN: dict[str, tuple[type[HybridEngineError], str, str, Values | None]] = {
         r"model\.layers\.0\.mlp\.gate_proj\.weight.*\(48, 24\)",
         {"intermediate_size": 48},
     ),
-    "fewer layers": (ParameterMismatchError, "", r"model\.layers\.1\.mlp\.down_proj\.weight", {"num_hidden_layers": 1}),
-    "more layers": (ParameterMismatchError, "", r"model\.layers\.2\.mlp\.down_proj\.weight", {"num_hidden_layers": 3}),
+    "fewer layers": (
+        ParameterMismatchError,
+        "",
+        r"model\.layers\.1\.mlp\.down_proj\.weight",
+        {"num_hidden_layers": 1},
+    ),
+    "more layers": (
+        ParameterMismatchError,
+        "",
+        r"model\.layers\.2\.mlp\.down_proj\.weight",
+        {"num_hidden_layers": 3},
+    ),
     "another architecture": (ParameterMismatchError, "", "Qwen2ForCausalLM.*Qwen3ForCausalLM", {}),
-    "quantised": (ConfigError, "quantized-weights", r"1 tensors.*model\.norm\.weight in float8_e4m3fn", {}),
-    "no files": (ConfigError, "no-weights", r"model\.safetensors\.index\.json.*model\.safetensors", None),
+    "quantised": (
+        ConfigError,
+        "quantized-weights",
+        r"1 tensors.*model\.norm\.weight in float8_e4m3fn",
+        {},
+    ),
+    "no files": (
+        ConfigError,
+        "no-weights",
+        r"model\.safetensors\.index\.json.*model\.safetensors",
+        None,
+    ),
 }
 
 
@@ -151,14 +179,18 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {name: tmp_path_factory.mktemp("broken") for name in BROKEN}
     for name, (*_, changes) in BROKEN.items():
         if changes is not None:
-            save_model(paths[name], "qwen2" if name == "another architecture" else "qwen3", **changes)
+            save_model(
+                paths[name], "qwen2" if name == "another architecture" else "qwen3", **changes
+            )
     rewrite(paths["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
     return paths
 
 
 @on_engines(2)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_checkpoint_is_refused_and_weights_stay(zoo: Zoo, broken: dict[str, Path], name: str) -> None:
+def test_a_wrong_checkpoint_is_refused_and_weights_stay(
+    zoo: Zoo, broken: dict[str, Path], name: str
+) -> None:
     with running(zoo.path("qwen3"), **TP2) as run:
         weights = run.engine.model.weights
         with unchanged(weights), failing(*BROKEN[name][:3]):
@@ -176,7 +208,9 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tied_head_other_than_the_embedding_is_refused(zoo: Zoo, two_heads: Path) -> None:
     with running(zoo.path("qwen2", tie_word_embeddings=True), **TP2) as run:
         weights = run.engine.model.weights
-        differs = failing(ParameterMismatchError, "", rf"{HEAD}: 6 elements .* model\.embed_tokens\.weight", on=0)
+        differs = failing(
+            ParameterMismatchError, "", rf"{HEAD}: 6 elements .* model\.embed_tokens\.weight", on=0
+        )
         with unchanged(weights), differs:
             load_hf_checkpoint(two_heads, weights, run.table, Job.join(60))
 
@@ -225,7 +259,15 @@ def test_one_rank_of_each_host_downloads(tmp_path: Path) -> None:
         assert download.call_args_list == calls * (rank in downloading)
     with closing(Job.join(60)) as job:
         is_full = mock.patch.object(HubSnapshot, "download", side_effect=FileError("disk full"))
-        with is_full, failing(FileError, "", "^disk full$" if rank == 0 else "^downloading the model's weights", on=0):
+        with (
+            is_full,
+            failing(
+                FileError,
+                "",
+                "^disk full$" if rank == 0 else "^downloading the model's weights",
+                on=0,
+            ),
+        ):
             fetch_weights(snapshots[0], job)
         for key in ("model", "critic_config.model"):
             differ = has_violation(key, "ranks-differ", f"org/name@{'0' * 40}, org/name@{'1' * 40}")
@@ -249,7 +291,10 @@ def test_a_damaged_file_is_refused_and_weights_stay(zoo: Zoo, tmp_path: Path) ->
         job.agreement.conclude("the file is damaged")
         for tensor in weights.buffers().values():
             tensor.fill_(7)
-        with unchanged(weights), failing(FileError, "different-checksum", rf"{path.name}.*checksum ", on=1):
+        with (
+            unchanged(weights),
+            failing(FileError, "different-checksum", rf"{path.name}.*checksum ", on=1),
+        ):
             load_hf_checkpoint(tmp_path, weights, run.table, job)
 
 
@@ -280,8 +325,15 @@ def test_a_failed_save_raises_on_all_ranks_and_changes_nothing(
         # The limit applies to one rank; files of the other rank must go too.
         too_large = r"limited\.incomplete/model-00002-of-\d+\.safetensors: file too large"
         with file_size_limit(3000) if job.rank == 1 else nullcontext():
-            refuse(failing(FileError, "file-failed", too_large, on=1), tmp_path / "limited", file_nbytes=SMALL_FILES)
-        refuse(failing(FileError, "file-failed", "x{300}.*: file name too long", on=0), tmp_path / ("x" * 300))
+            refuse(
+                failing(FileError, "file-failed", too_large, on=1),
+                tmp_path / "limited",
+                file_nbytes=SMALL_FILES,
+            )
+        refuse(
+            failing(FileError, "file-failed", "x{300}.*: file name too long", on=0),
+            tmp_path / ("x" * 300),
+        )
         refuse(failing(ArgumentError, "not-a-path", "path: 5"), 5)
         for value, dtype, problem in (
             (torch.nan, None, r" as float32 on rank 1: 1 NaN of \d+ elements"),
@@ -290,4 +342,6 @@ def test_a_failed_save_raises_on_all_ranks_and_changes_nothing(
             for tensor in weights.buffers().values():
                 tensor[0] = value if job.rank == 1 else 0.0  # wrong on one rank only
             refuse(failing(WeightError, "", problem, on=1), tmp_path / "infinite", dtype=dtype)
-        save_hf_checkpoint(tmp_path / "infinite", weights, run.table, job, model, "float16", check_nan=False)
+        save_hf_checkpoint(
+            tmp_path / "infinite", weights, run.table, job, model, "float16", check_nan=False
+        )

@@ -72,10 +72,16 @@ class Weights:
     def layout(self) -> Layout:
         ids = {name: BufferId(0, name) for name in SHAPES}
         shards = [
-            Shard(Region(name, (0,) * len(shape), shape), Place(ids[name], 0, contiguous_strides(shape)))
+            Shard(
+                Region(name, (0,) * len(shape), shape),
+                Place(ids[name], 0, contiguous_strides(shape)),
+            )
             for name, shape in SHAPES.items()
         ]
-        buffers = {ids[name]: Buffer(flat.numel(), "float32", group=name) for name, flat in self.tensors.items()}
+        buffers = {
+            ids[name]: Buffer(flat.numel(), "float32", group=name)
+            for name, flat in self.tensors.items()
+        }
         return Layout(SHAPES, buffers, tuple(shards))
 
     finish_loading = prepare
@@ -94,24 +100,40 @@ def contents_of(directory: Path) -> dict[str, bytes]:
 def quick_path() -> Iterator[Path]:
     """Temporary directory, in memory where possible: hundreds of saves need no disk."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else None
+    ) as directory:
         yield Path(directory)
 
 
-@pytest.mark.parametrize("file_nbytes", [ONE_FILE, SEVERAL_FILES], ids=["one file", "several files"])
+@pytest.mark.parametrize(
+    "file_nbytes", [ONE_FILE, SEVERAL_FILES], ids=["one file", "several files"]
+)
 def test_saved_files_match_the_index(tmp_path: Path, file_nbytes: int) -> None:
-    save(tmp_path / "hf", 2, file_nbytes, dtype="bfloat16" if file_nbytes == ONE_FILE else torch.bfloat16)
+    save(
+        tmp_path / "hf",
+        2,
+        file_nbytes,
+        dtype="bfloat16" if file_nbytes == ONE_FILE else torch.bfloat16,
+    )
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     loaded = {file: load_file(tmp_path / "hf" / file) for file in files}
     tensors = {name: tensor for contents in loaded.values() for name, tensor in contents.items()}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**SHAPES, "d": SHAPES["a"]}
-    assert all(tensor.dtype == torch.bfloat16 and (tensor == 2).all() for tensor in tensors.values())
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        **SHAPES,
+        "d": SHAPES["a"],
+    }
+    assert all(
+        tensor.dtype == torch.bfloat16 and (tensor == 2).all() for tensor in tensors.values()
+    )
     assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
     if file_nbytes == ONE_FILE:
         assert files == [SINGLE]
     else:
         index = json.loads((tmp_path / "hf" / INDEX).read_text())
-        assert index["weight_map"] == {name: file for file, contents in loaded.items() for name in contents}
+        assert index["weight_map"] == {
+            name: file for file, contents in loaded.items() for name in contents
+        }
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -123,11 +145,17 @@ def test_a_dtype_other_than_of_weights_is_refused(tmp_path: Path, dtype: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [ONE_FILE, SEVERAL_FILES], ids=["to one file", "to several"])
-@pytest.mark.parametrize("older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"])
-def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, older: int | None, newer: int) -> None:
+@pytest.mark.parametrize(
+    "older", [None, ONE_FILE, SEVERAL_FILES], ids=["nothing", "one file", "several files"]
+)
+def test_a_killed_save_leaves_the_old_or_the_new_directory(
+    quick_path: Path, older: int | None, newer: int
+) -> None:
     model, directory, replaced = (quick_path / name for name in ("model", "hf", "hf.replaced"))
     model.mkdir()
-    (model / "config.json").write_text('{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}')
+    (model / "config.json").write_text(
+        '{"dtype": "float64", "quantization_config": {}, "hidden_size": 8}'
+    )
     (model / "tokenizer.json").write_text("{}")
     (model / "modeling.py").write_text("")
     expected: list[dict[str, bytes] | None] = [None, None]
@@ -151,7 +179,9 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
             # Between two renames the old directory lies at hf.replaced.
             assert older is None or contents_of(replaced) == expected[0]
             results.append(expected[0])
-    assert results == [expected[0]] * results.count(expected[0]) + [expected[1]] * results.count(expected[1])
+    assert results == [expected[0]] * results.count(expected[0]) + [expected[1]] * results.count(
+        expected[1]
+    )
     assert (results[0], results[-1]) == tuple(expected)
     config = json.loads(expected[1]["config.json"] if expected[1] else b"")
     # The dtype of the saved weights replaces the original.
@@ -161,7 +191,9 @@ def test_a_killed_save_leaves_the_old_or_the_new_directory(quick_path: Path, old
 
 
 def check_refused(base: Path, code: str, directory: str) -> None:
-    """Check that a save to `base` names a directory with contents that it would remove, and removes none."""
+    """Check that a save to `base` names a directory with contents that it would remove, and removes
+    none.
+    """
     # Files and folders, with contents.
     before = {path: path.is_file() and path.read_bytes() for path in base.rglob("*")}
     with violated(ConfigError, ("path", code)) as caught:
@@ -214,7 +246,9 @@ class MadeUpTokenizer(PreTrainedTokenizer):
     _tokenize = lambda self, text: list(text)
     _convert_token_to_id = lambda self, token: self.ranks[token]
 """
-RANKS = "def read(path):\n    return {token: rank for rank, token in enumerate(open(path).read())}\n"
+RANKS = (
+    "def read(path):\n    return {token: rank for rank, token in enumerate(open(path).read())}\n"
+)
 OF_CONFIG = {"auto_map": {"AutoConfig": "configuration_made_up.MadeUpConfig"}}
 OF_TOKENIZER = {"auto_map": {"AutoTokenizer": ["tokenization_made_up.MadeUpTokenizer", None]}}
 
@@ -223,14 +257,23 @@ OF_TOKENIZER = {"auto_map": {"AutoTokenizer": ["tokenization_made_up.MadeUpToken
 def test_transformers_loads_a_saved_model_with_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, has_code: bool
 ) -> None:
-    """Kimi-K2 has code and a tokenizer of tiktoken; transformers knows DeepSeek-V3 without its code."""
+    """Kimi-K2 has code and a tokenizer of tiktoken; transformers knows DeepSeek-V3 without its
+    code.
+    """
     dynamic = pytest.importorskip("transformers.dynamic_module_utils")
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    files = {"config.json": json.dumps({"model_type": model_type, **OF_CONFIG}), "tiktoken.model": "abc"}
+    files = {
+        "config.json": json.dumps({"model_type": model_type, **OF_CONFIG}),
+        "tiktoken.model": "abc",
+    }
     files["tokenizer_config.json"] = json.dumps(OF_TOKENIZER)
     if has_code:
-        code = {"configuration_made_up": CONFIGURATION, "tokenization_made_up": TOKENIZATION, "ranks": RANKS}
+        code = {
+            "configuration_made_up": CONFIGURATION,
+            "tokenization_made_up": TOKENIZATION,
+            "ranks": RANKS,
+        }
         files |= {f"{name}.py": text for name, text in code.items()}
     model = tmp_path / "model"
     model.mkdir()
@@ -257,7 +300,9 @@ def test_working_directories_are_not_replaced_and_links_are_kept(
     (tmp_path / "disk").mkdir()
     monkeypatch.chdir(tmp_path / "disk")
     for place in (".", "..", "/proc"):  # none can be renamed or removed
-        with pytest.raises(ConfigError, check=has_violations(("path", "not-replaceable"), exactly=False)):
+        with pytest.raises(
+            ConfigError, check=has_violations(("path", "not-replaceable"), exactly=False)
+        ):
             save(Path(place))
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
     for value in (1, 2):
@@ -271,10 +316,15 @@ def test_an_existing_configuration_is_kept(tmp_path: Path) -> None:
     for model_dir in (None, tmp_path):  # nothing to copy from, or the directory itself
         (tmp_path / "config.json").write_text('{"torch_dtype": "float16", "a": 1}')
         save(tmp_path, model_dir=model_dir)
-        assert json.loads((tmp_path / "config.json").read_text()) == {"torch_dtype": "float32", "a": 1}
+        assert json.loads((tmp_path / "config.json").read_text()) == {
+            "torch_dtype": "float32",
+            "a": 1,
+        }
 
 
-def test_a_full_disk_raises_and_the_old_files_stay(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_and_the_old_files_stay(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(small_disk / "hf")
     before = contents_of(small_disk / "hf")
     monkeypatch.setitem(SHAPES, "a", (1 << 20,))  # more than the disk holds
@@ -305,7 +355,9 @@ def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
     path.symlink_to("elsewhere")  # like the cache of the Hub
     assert load(tmp_path) == [1.0] * len(SHAPES)
     path.unlink()
-    save_file({name: torch.full(shape, 5.0) for name, shape in SHAPES.items()}, path)  # as another program would
+    save_file(
+        {name: torch.full(shape, 5.0) for name, shape in SHAPES.items()}, path
+    )  # as another program would
     with pytest.raises(FileError, match=CHECKSUMS):
         load(tmp_path)
     (tmp_path / CHECKSUMS).unlink()

@@ -42,7 +42,9 @@ def with_one_change(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head", [torch.clone, torch.Tensor.bfloat16, torch.Tensor.double])
-def test_a_tied_head_equal_to_the_embedding_is_accepted(tmp_path: Path, table: ModelTable, head: Change) -> None:
+def test_a_tied_head_equal_to_the_embedding_is_accepted(
+    tmp_path: Path, table: ModelTable, head: Change
+) -> None:
     compare(tmp_path, table, head)
 
 
@@ -60,7 +62,9 @@ def test_an_untied_head_may_differ_from_the_embedding(tmp_path: Path) -> None:
     compare(tmp_path, table_for(served_config("qwen2")), with_one_change)
 
 
-def test_unused_tensors_are_logged(tmp_path: Path, table: ModelTable, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_logged(
+    tmp_path: Path, table: ModelTable, caplog: pytest.LogCaptureFixture
+) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = {EMBEDDING: torch.zeros(table.shapes[EMBEDDING]), name: torch.ones(8)}
     save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, tmp_path / "model.safetensors")

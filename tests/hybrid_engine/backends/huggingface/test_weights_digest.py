@@ -16,7 +16,9 @@ def hash_of(tensor: torch.Tensor, salt: int = 5) -> int:
     return _box_hash(tensor, 0, tensor.stride(), salt) % 2**64
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+)
 def test_pieces_of_a_tensor_add_up_to_its_hash(dtype: torch.dtype) -> None:
     """Boxes on ranks are in test_hf_checkpoint.py; this one does not lie in a row."""
     tensor = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -65,7 +65,9 @@ class Linear(_Layer):
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features: int, out_features: int, *, normalization: str, **settings: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, normalization: str, **settings: Any
+    ) -> None:
         super().__init__(in_features, out_features, **settings)
         self._add("layer_norm_weight", in_features, dtype=settings["params_dtype"])
         if normalization == "LayerNorm":
@@ -100,7 +102,9 @@ class GroupedTensor(torch.Tensor):
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, _types: Any, args: Any = (), _kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0].rowwise_data.view(args[0].shape))
         raise NotImplementedError(f"the mock does not implement {function}")
@@ -110,7 +114,12 @@ class RMSNorm(_Layer):
     """Accepts `normalized_shape` and the name used by older megatron-core, `hidden_size`."""
 
     def __init__(
-        self, normalized_shape: int = 0, *, hidden_size: int = 0, params_dtype: torch.dtype, **_unused: Any
+        self,
+        normalized_shape: int = 0,
+        *,
+        hidden_size: int = 0,
+        params_dtype: torch.dtype,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self.size = normalized_shape or hidden_size
@@ -125,7 +134,12 @@ class LayerNorm(RMSNorm):
 
 class DotProductAttention(_Layer):
     def __init__(
-        self, num_attention_heads: int, *, tp_size: int, softmax_type: str = "vanilla", **_unused: Any
+        self,
+        num_attention_heads: int,
+        *,
+        tp_size: int,
+        softmax_type: str = "vanilla",
+        **_unused: Any,
     ) -> None:
         super().__init__()
         if softmax_type == "learnable":
@@ -167,7 +181,14 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "transformer_engine.pytorch":
-            layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention)
+            layers = (
+                Linear,
+                LayerNormLinear,
+                GroupedLinear,
+                RMSNorm,
+                LayerNorm,
+                DotProductAttention,
+            )
             vars(module).update({layer.__name__: layer for layer in layers})
         if module.__name__ == "transformer_engine.pytorch.cpu_offload":
             module.get_cpu_offload_context = lambda *_args, **_kwargs: (nullcontext(), None)
@@ -177,7 +198,9 @@ def install() -> None:
     """Install the mock; RuntimeError if Transformer Engine or megatron was imported before."""
     present = [name for name in ("transformer_engine", "megatron.core") if name in sys.modules]
     if present:
-        raise RuntimeError(f"the mock must be installed first, but {', '.join(present)} is imported")
+        raise RuntimeError(
+            f"the mock must be installed first, but {', '.join(present)} is imported"
+        )
     _insert()
 
 
@@ -200,7 +223,9 @@ def _insert() -> _Finder:
     return finder
 
 
-def _local_shape(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
+def _local_shape(
+    in_features: int, out_features: int, parallel_mode: str | None, tp_size: int
+) -> tuple[int, int]:
     """Rows and columns of one rank's part of a weight."""
     if parallel_mode == "column":
         return out_features // tp_size, in_features

@@ -1,7 +1,7 @@
 """Sums of weights and adapters, and refused adapters, on layers of Megatron-Bridge's class names.
 
-The layers are made up: they have the attributes that Megatron-Bridge's have, and compute nothing. Its real ones are in
-tests/hybrid_engine/models/test_bridge_lora.py, where it is installed.
+The layers are made up: they have the attributes that Megatron-Bridge's have, and compute nothing.
+Its real ones are in tests/hybrid_engine/models/test_bridge_lora.py, where it is installed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,15 @@ def holder(*shape: int) -> Module:
 
 def adapter(num_rows: int, num_columns: int, *experts: int, **attributes: Any) -> Module:
     kind = "GroupedExpertLinearAdapter" if experts else "ParallelLinearAdapter"
-    layers = {"linear_in": holder(*experts, DIM, num_columns), "linear_out": holder(*experts, num_rows, DIM)}
-    defaults = {"activation": torch.nn.Identity(), "input_is_parallel": False, "base_linear_is_parallel": True}
+    layers = {
+        "linear_in": holder(*experts, DIM, num_columns),
+        "linear_out": holder(*experts, num_rows, DIM),
+    }
+    defaults = {
+        "activation": torch.nn.Identity(),
+        "input_is_parallel": False,
+        "base_linear_is_parallel": True,
+    }
     groups = {"tp_group": None, "expert_tp_group": None}
     return made_up(kind, alpha=ALPHA, dim=DIM, **{**defaults, **groups, **layers, **attributes})
 
@@ -49,7 +56,9 @@ def adapter(num_rows: int, num_columns: int, *experts: int, **attributes: Any) -
 def layer(*weights: torch.Tensor, **config: Any) -> Module:
     module = Module()
     for number, weight in enumerate(weights):
-        module.register_parameter(f"weight{number if len(weights) > 1 else ''}", torch.nn.Parameter(weight))
+        module.register_parameter(
+            f"weight{number if len(weights) > 1 else ''}", torch.nn.Parameter(weight)
+        )
     module.config = SimpleNamespace(sequence_parallel=False, **config)  # type: ignore[assignment]
     return module
 
@@ -84,7 +93,14 @@ def test_adapters_of_q_k_and_v_have_the_rows_of_their_query_groups() -> None:
     base = layer(torch.randn(16, 5), kv_channels=2)  # two groups of two queries, a key and a value
     q, k, v = adapter(8, 5), adapter(4, 5), adapter(4, 5)
     (total,) = sums_of(wrapped("LoRALinearSplitQKV", base, adapter_q=q, adapter_k=k, adapter_v=v))
-    rows = [product(q)[:4], product(k)[:2], product(v)[:2], product(q)[4:], product(k)[2:], product(v)[2:]]
+    rows = [
+        product(q)[:4],
+        product(k)[:2],
+        product(v)[:2],
+        product(q)[4:],
+        product(k)[2:],
+        product(v)[2:],
+    ]
     torch.testing.assert_close(total, base.weight + torch.cat(rows))
 
 
@@ -107,8 +123,12 @@ def test_experts_have_one_adapter_together_or_one_each(monkeypatch: pytest.Monke
     )
     totals = sums_of(model[:2])
     for expert in range(3):
-        torch.testing.assert_close(totals[expert], getattr(bases[0], f"weight{expert}") + product(together))
-        torch.testing.assert_close(totals[3 + expert], getattr(bases[1], f"weight{expert}") + product(each, expert))
+        torch.testing.assert_close(
+            totals[expert], getattr(bases[0], f"weight{expert}") + product(together)
+        )
+        torch.testing.assert_close(
+            totals[3 + expert], getattr(bases[1], f"weight{expert}") + product(each, expert)
+        )
     assert len(num_products) == 1 + 3  # the adapter of all experts is multiplied once
 
 
@@ -120,7 +140,11 @@ def test_split_matrices_are_gathered() -> None:
     weight, a, b = torch.randn(6, 5), torch.randn(DIM, 5), torch.randn(6, DIM)
     rank = dist.get_rank()
     whole = weight + SCALE * (b @ a)
-    for rows_of_b, rows in ((b, slice(None)), (b.chunk(2)[rank], slice(None)), (b.chunk(2)[rank], None)):
+    for rows_of_b, rows in (
+        (b, slice(None)),
+        (b.chunk(2)[rank], slice(None)),
+        (b.chunk(2)[rank], None),
+    ):
         # Of a column-parallel layer a rank has rows of W and B; A is split by its rows in all.
         own = slice(3 * rank, 3 * rank + 3) if rows is None else rows
         part = adapter(6, 5, tp_group=dist.group.WORLD)
@@ -149,7 +173,11 @@ def _partial() -> Module:
     base = layer(torch.randn(6, 5))
     base.explicit_expert_comm = True  # type: ignore[assignment]
     return torch.nn.ModuleDict(
-        {"linear_fc2": wrapped("LoRALinear", base, adapter=adapter(6, 5, tp_group=Group(), input_is_parallel=True))}
+        {
+            "linear_fc2": wrapped(
+                "LoRALinear", base, adapter=adapter(6, 5, tp_group=Group(), input_is_parallel=True)
+            )
+        }
     )
 
 
@@ -164,8 +192,16 @@ def _tied() -> Module:
 @pytest.mark.parametrize(
     ("build", "problem", "remedy"),
     [
-        (_mixed, "its adapter mixes tokens", "Leave out layers that tensor parallelism does not split"),
-        (_partial, "its adapter applies B to a part of A x", "Set expert_tensor_parallel_size to 1"),
+        (
+            _mixed,
+            "its adapter mixes tokens",
+            "Leave out layers that tensor parallelism does not split",
+        ),
+        (
+            _partial,
+            "its adapter applies B to a part of A x",
+            "Set expert_tensor_parallel_size to 1",
+        ),
         (_tied, "its weight is tied to the embedding", "Leave output_layer out"),
     ],
 )

@@ -26,7 +26,12 @@ from tests.zoo.megatron_models import (
 )
 from tests.zoo.tiny_models import TinyModel, Zoo, label_log_probs
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama"),
@@ -41,11 +46,17 @@ MODELS: dict[str, TinyModel] = {
     ),
     "qwen2, tied": TinyModel("qwen2", {"tie_word_embeddings": True}),
     "qwen3": TinyModel("qwen3"),
-    "qwen3, tied, four layers": TinyModel("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "qwen3, tied, four layers": TinyModel(
+        "qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}
+    ),
     "qwen3, one kv head": TinyModel("qwen3", {"num_key_value_heads": 1}),
-    "llama 3.1": TinyModel("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "llama 3.1": TinyModel(
+        "llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+    ),
     "llama, linear scaling": TinyModel("llama", {"rope_parameters": LINEAR}),
-    "qwen2 with windows": TinyModel("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen2 with windows": TinyModel(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    ),
     "glm": TinyModel("glm"),
     "glm4": TinyModel("glm4"),
     "gemma2": TinyModel("gemma2"),
@@ -63,7 +74,9 @@ MODELS: dict[str, TinyModel] = {
         },
     ),
     "gpt2": TinyModel("gpt2"),
-    "gpt2, untied, exact gelu": TinyModel("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt2, untied, exact gelu": TinyModel(
+        "gpt2", {"tie_word_embeddings": False, "activation_function": "gelu"}
+    ),
 }
 
 TWO_RANKS: dict[str, tuple[str, Values]] = {
@@ -84,7 +97,10 @@ TWO_RANKS: dict[str, tuple[str, Values]] = {
     "gemma2 tp2": ("gemma2", TP2),
     "gemma2, four layers tp2 sp": ("gemma2, four layers", SP2),
     "gemma2, four layers pp2 vpp2": ("gemma2, four layers", VPP2),
-    "gemma2, four layers pp2, ends do nothing": ("gemma2, four layers", {**PP2, "noop_layers": (0, 3)}),
+    "gemma2, four layers pp2, ends do nothing": (
+        "gemma2, four layers",
+        {**PP2, "noop_layers": (0, 3)},
+    ),
     "gemma3 tp2 sp": ("gemma3", SP2),
     "gemma3, linear scaling, untied pp2": ("gemma3, linear scaling, untied", PP2),
     "gpt2 tp2 sp": ("gpt2", SP2),
@@ -130,7 +146,9 @@ def test_an_invalid_loss_is_refused_on_all_ranks(zoo: Zoo) -> None:
     """Other losses: trainer/batches/test_loss_results.py."""
     with loaded(zoo.path("gpt2"), **PP2) as run:  # the last stage computes the loss
         before = run.engine.log_probs(make_batch())
-        with failing(LossError, "no-loss", "training step|loss function .*<lambda> returned None", on=1):
+        with failing(
+            LossError, "no-loss", "training step|loss function .*<lambda> returned None", on=1
+        ):
             run.engine.train_step(make_batch(), lambda _batch, _log_probs: None)
         assert torch.equal(run.engine.log_probs(make_batch()), before)
         assert run.engine.model.version == 0
@@ -160,7 +178,9 @@ def test_a_step_in_bfloat16_is_close_to_float32(zoo: Zoo, name: str) -> None:
     with torch.no_grad():
         logits = MODELS[name].build()(batch["tokens"]).logits
     expected = label_log_probs(logits / WARM, batch["labels"])
-    with loaded(zoo.saved(MODELS[name]), **TP2, params_dtype="bfloat16", optimizer={"lr": 1e-2}) as run:
+    with loaded(
+        zoo.saved(MODELS[name]), **TP2, params_dtype="bfloat16", optimizer={"lr": 1e-2}
+    ) as run:
         model = run.engine.model.weights.model
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
         difference = (run.engine.log_probs(batch) - expected).abs()
@@ -168,10 +188,17 @@ def test_a_step_in_bfloat16_is_close_to_float32(zoo: Zoo, name: str) -> None:
         assert difference.mean() < 0.05
         report = run.engine.train_step(batch, negative_log_likelihood)
         assert report["loss"] == pytest.approx(-expected.mean().item(), abs=0.1)
-        assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+        assert not [
+            name
+            for name, parameter in model.named_parameters()
+            if torch.equal(parameter, before[name])
+        ]
 
 
 @on_engines(2)
 def test_sequences_longer_than_the_learned_positions_are_refused(zoo: Zoo) -> None:
-    with failing(ConfigError, "above-learned-positions", "65.* 64 positions"), running(zoo.path("gpt2"), seq_length=65):
+    with (
+        failing(ConfigError, "above-learned-positions", "65.* 64 positions"),
+        running(zoo.path("gpt2"), seq_length=65),
+    ):
         pass

@@ -42,7 +42,13 @@ MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel("qwen3_moe"),
     "qwen3_moe, some layers dense": TinyModel(
         "qwen3_moe",
-        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False, **WINDOWS},
+        {
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            **WINDOWS,
+        },
     ),
     "qwen2_moe": TinyModel("qwen2_moe", WINDOWS),
     "mixtral": TinyModel("mixtral"),
@@ -52,11 +58,15 @@ MODELS: dict[str, TinyModel] = {
         {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
     "deepseek_v3": TinyModel("deepseek_v3"),
-    "deepseek_v3, three experts, yarn": TinyModel("deepseek_v3", {"num_experts_per_tok": 3, "rope_parameters": YARN}),
+    "deepseek_v3, three experts, yarn": TinyModel(
+        "deepseek_v3", {"num_experts_per_tok": 3, "rope_parameters": YARN}
+    ),
     "deepseek_v3, one mtp layer": TinyModel("deepseek_v3", {"mtp_layers": 1}),
     "deepseek_v3, two mtp layers": TinyModel("deepseek_v3", {"mtp_layers": 2}),
     "qwen3, three layers": TinyModel("qwen3", {"num_hidden_layers": 3}),
-    "qwen3, four layers, tied": TinyModel("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "qwen3, four layers, tied": TinyModel(
+        "qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}
+    ),
 }
 
 
@@ -66,18 +76,25 @@ FIRST1 = {"num_layers_in_first_pipeline_stage": 1}
 LAST1 = {"num_layers_in_last_pipeline_stage": 1}
 PLAIN = {"use_distributed_optimizer": False}
 
-# Number of ranks -> name -> model, actor settings; the installed megatron-core decides about the last cases.
+# Number of ranks -> name -> model, actor settings; the installed megatron-core decides about the
+# last cases.
 CASES: dict[int, dict[str, tuple[str, Values]]] = {
     2: {
         "qwen3_moe ep2": ("qwen3_moe", EP2),
         "qwen3_moe tp2 etp2": ("qwen3_moe", SP2),
         "qwen3_moe tp2 ep2 etp1, plain optimizer": ("qwen3_moe", {**SP2, **EP2, **ETP1, **PLAIN}),
-        "qwen3_moe dense layers, ep2, plain optimizer": ("qwen3_moe, some layers dense", {**EP2, **PLAIN}),
+        "qwen3_moe dense layers, ep2, plain optimizer": (
+            "qwen3_moe, some layers dense",
+            {**EP2, **PLAIN},
+        ),
         "qwen2_moe tp2 ep2 etp1": ("qwen2_moe", {**SP2, **EP2, **ETP1}),
         "mixtral pp2": ("mixtral", PP2),
         "mixtral ep2, overlap": ("mixtral", {**EP2, **OVERLAP}),
         "deepseek_v2 tp2": ("deepseek_v2", SP2),
-        "deepseek_v2, plain queries tp2 ep2 etp1": ("deepseek_v2, plain queries, groups", {**SP2, **EP2, **ETP1}),
+        "deepseek_v2, plain queries tp2 ep2 etp1": (
+            "deepseek_v2, plain queries, groups",
+            {**SP2, **EP2, **ETP1},
+        ),
         "deepseek_v3 tp2": ("deepseek_v3", SP2),
         "deepseek_v3 pp2, first 1": ("deepseek_v3, three experts, yarn", {**PP2, **FIRST1}),
         "deepseek_v3 mtp tp2 ep2 etp1": ("deepseek_v3, two mtp layers", {**SP2, **EP2, **ETP1}),
@@ -89,10 +106,20 @@ CASES: dict[int, dict[str, tuple[str, Values]]] = {
         "qwen3 pp2, first 1": ("qwen3, three layers", {**PP2, **FIRST1}),
         "qwen3 pp2, both ends count": (
             "qwen3, four layers, tied",
-            {**PP2, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            {
+                **PP2,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
         ),
-        "qwen3 pp2 vpp2, layout": ("qwen3, four layers, tied", {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"}),
-        "qwen3 pp2 vpp2, ends do nothing": ("qwen3, four layers, tied", {**VPP2, "noop_layers": (0, 4, 6, 7)}),
+        "qwen3 pp2 vpp2, layout": (
+            "qwen3, four layers, tied",
+            {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"},
+        ),
+        "qwen3 pp2 vpp2, ends do nothing": (
+            "qwen3, four layers, tied",
+            {**VPP2, "noop_layers": (0, 4, 6, 7)},
+        ),
         "deepseek_v3 pp2, middle does nothing": ("deepseek_v3", {**PP2, "noop_layers": (1,)}),
     },
     4: {
@@ -103,7 +130,10 @@ CASES: dict[int, dict[str, tuple[str, Values]]] = {
             "deepseek_v3, two mtp layers",
             {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|tt|mm|L"},
         ),
-        "deepseek_v3 tp4 ep2 etp2": ("deepseek_v3", {**SP2, "tensor_model_parallel_size": 4, **EP2, **ETP2, **OVERLAP}),
+        "deepseek_v3 tp4 ep2 etp2": (
+            "deepseek_v3",
+            {**SP2, "tensor_model_parallel_size": 4, **EP2, **ETP2, **OVERLAP},
+        ),
         "qwen3 pp4, nothing in the middle": (
             "qwen3, three layers",
             {"pipeline_model_parallel_size": 4, "noop_layers": (1, 3, 4), **FIRST1, **LAST1},
@@ -112,9 +142,18 @@ CASES: dict[int, dict[str, tuple[str, Values]]] = {
 }
 if Version("0.19.0") <= INSTALLED:
     CASES[2] |= {
-        "qwen3 HybridModel pp2": ("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
-        "qwen3 HybridModel pp2 vpp2": ("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
-        "qwen3_moe HybridModel tp2 ep2 etp1": ("qwen3_moe", {**SP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
+        "qwen3 HybridModel pp2": (
+            "qwen3, three layers",
+            {**PP2, "hybrid_layer_pattern": "*-*|-*-"},
+        ),
+        "qwen3 HybridModel pp2 vpp2": (
+            "qwen3, four layers, tied",
+            {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"},
+        ),
+        "qwen3_moe HybridModel tp2 ep2 etp1": (
+            "qwen3_moe",
+            {**SP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"},
+        ),
         "deepseek_v2 HybridModel tp2": ("deepseek_v2", {**SP2, "hybrid_layer_pattern": "+-+E+E"}),
     }
 LAYOUTS = {name: case for cases in CASES.values() for name, case in cases.items()}
@@ -161,7 +200,11 @@ def test_router_biases_and_mtp_layers_learn(zoo: Zoo, case: str) -> None:
         weights = whole_weights(engine.model.weights)
         report = engine.train_step({**batch, "mask": 0 * batch["mask"]}, negative_log_likelihood)
         parameters = engine.model.weights.model.named_parameters()
-        gradients = [parameter.main_grad.abs().max().item() for name, parameter in parameters if "mtp." in name]
+        gradients = [
+            parameter.main_grad.abs().max().item()
+            for name, parameter in parameters
+            if "mtp." in name
+        ]
     for name, expected in biases.items():
         torch.testing.assert_close(weights[name], expected, atol=1e-7, rtol=0)
     if not num_mtp_layers:
@@ -178,13 +221,17 @@ def test_router_biases_and_mtp_layers_learn(zoo: Zoo, case: str) -> None:
 
 
 def _updated_biases(model: Any, initial: TensorDict) -> TensorDict:
-    """Return router biases after a step: towards experts below the mean of tokens, counted in transformers."""
+    """Return router biases after a step: towards experts below the mean of tokens, counted in
+    transformers.
+    """
     biases = {}
     for layer, block in enumerate(model.model.layers):
         if hasattr(block.mlp, "gate"):
             name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
 
-            def update(_gate: Any, _inputs: Any, outputs: tuple[torch.Tensor, ...], name: str = name) -> None:
+            def update(
+                _gate: Any, _inputs: Any, outputs: tuple[torch.Tensor, ...], name: str = name
+            ) -> None:
                 count = torch.bincount(outputs[2].flatten(), minlength=outputs[0].shape[-1]).float()
                 biases[name] = initial[name] + UPDATE_RATE * torch.sign(count.mean() - count)
 
@@ -227,7 +274,9 @@ def test_mtp_does_not_learn_padding_or_across_sequences(zoo: Zoo, layers: str) -
         run.engine.optimizer.set_learning_rate(0.0)  # all arrangements see the same weights
         for arrangement in ("right", "left", "packed"):
             # One micro batch, because Megatron takes the mean per micro batch.
-            engine = TrainEngine(run.actor, run.table, micro_batch_size=len(batches[arrangement]["tokens"]))
+            engine = TrainEngine(
+                run.actor, run.table, micro_batch_size=len(batches[arrangement]["tokens"])
+            )
             refusal = pytest.raises(BatchError, match="2 MTP layers")
             with refusal if is_refused and arrangement == "packed" else nullcontext():
                 losses[arrangement] = _mtp_losses_of_step(engine, batches[arrangement])
@@ -240,7 +289,11 @@ def test_mtp_does_not_learn_padding_or_across_sequences(zoo: Zoo, layers: str) -
 def test_router_bias_stays_float32_at_its_address_in_bfloat16_training(zoo: Zoo) -> None:
     with loaded(zoo.path("deepseek_v3"), params_dtype="bfloat16", **EP2) as run:
         weights = run.engine.model.weights
-        biases = {name: bias for name, bias in weights.model.named_weights() if name.endswith("expert_bias")}
+        biases = {
+            name: bias
+            for name, bias in weights.model.named_weights()
+            if name.endswith("expert_bias")
+        }
         before = {name: (bias.clone(), bias.data_ptr()) for name, bias in biases.items()}
         run.engine.train_step(share_of(run.engine, make_batch()), negative_log_likelihood)
         weights.prepare()
@@ -250,5 +303,7 @@ def test_router_bias_stays_float32_at_its_address_in_bfloat16_training(zoo: Zoo)
             assert bias.data_ptr() == address  # where peers read it
             assert float((bias - values).abs().max()) == pytest.approx(UPDATE_RATE, abs=1e-6)
         for chunk in run.actor.chunks:
-            routers = [buffer for name, buffer in chunk.module.named_buffers() if ".router." in name]
+            routers = [
+                buffer for name, buffer in chunk.module.named_buffers() if ".router." in name
+            ]
             assert {buffer.dtype for buffer in routers} == {torch.float32}

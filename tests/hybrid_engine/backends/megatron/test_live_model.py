@@ -50,7 +50,9 @@ def test_layers_keep_the_numbers_of_the_checkpoint(job: None, zoo: Zoo) -> None:
     with loaded(path, noop_layers=(1,)) as run:
         log_probs = run.engine.log_probs(batch)
         names = {name for name, _ in run.engine.model.weights.model.named_parameters()}
-    expected = label_log_probs(build_hf_model("deepseek_v3")(batch["tokens"]).logits, batch["labels"])
+    expected = label_log_probs(
+        build_hf_model("deepseek_v3")(batch["tokens"]).logits, batch["labels"]
+    )
     torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
     assert {name.split(".")[2] for name in names if name.startswith("mtp.")} == {"3", "4"}
 
@@ -71,9 +73,14 @@ def test_padding_and_adapters_are_zero_after_loading(job: None, zoo: Zoo) -> Non
 
 
 def test_factors_of_norms_are_exact_in_both_directions(job: None, zoo: Zoo) -> None:
-    """A norm around 1 in a model whose norms Megatron stores minus 1; here Gemma's, as if its checkpoint had it."""
+    """A norm around 1 in a model whose norms Megatron stores minus 1; here Gemma's, as if its
+    checkpoint had it.
+    """
     with loaded(zoo.path("gemma2")) as run:
-        rules = [replace(rule, around_one="decoder.final_layernorm.weight" in rule.names) for rule in run.table.rules]
+        rules = [
+            replace(rule, around_one="decoder.final_layernorm.weight" in rule.names)
+            for rule in run.table.rules
+        ]
         model = ModelTensors(run.actor.chunks, replace(run.table, rules=rules))
         weights = MegatronAdaptor(model)
         weights.prepare()
@@ -84,12 +91,20 @@ def test_factors_of_norms_are_exact_in_both_directions(job: None, zoo: Zoo) -> N
         assert weight.unique().tolist() == [0.25]
 
 
-MLP_WEIGHTS = [f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in range(2) for half in (1, 2)]
+MLP_WEIGHTS = [
+    f"decoder.layers.{layer}.mlp.linear_fc{half}.weight" for layer in range(2) for half in (1, 2)
+]
 # Change of config.json that the Megatron model lacks -> parameters the error must name.
 MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "wider": ({"intermediate_size": 48}, MLP_WEIGHTS),
-    "fewer layers": ({"num_hidden_layers": 1, "layer_types": None}, ["model.layers.1.input_layernorm.weight"]),
-    "no norms": ({"architectures": ["LlamaForCausalLM"]}, ["decoder.layers.0.self_attention.q_layernorm.weight"]),
+    "fewer layers": (
+        {"num_hidden_layers": 1, "layer_types": None},
+        ["model.layers.1.input_layernorm.weight"],
+    ),
+    "no norms": (
+        {"architectures": ["LlamaForCausalLM"]},
+        ["decoder.layers.0.self_attention.q_layernorm.weight"],
+    ),
     "more heads": ({"num_attention_heads": 8}, ["linear_qkv.weight", "linear_proj.weight"]),
     "vocabulary": ({"vocab_size": 1000}, ["embedding.word_embeddings.weight"]),
 }
@@ -162,7 +177,9 @@ def test_every_parameter_of_another_model_is_named(zoo: Zoo) -> None:
         def check(change: dict[str, Any], parameters: list[str]) -> None:
             with pytest.raises(ParameterMismatchError) as caught:
                 MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
-            assert [parameter for parameter in parameters if parameter not in str(caught.value)] == []
+            assert [
+                parameter for parameter in parameters if parameter not in str(caught.value)
+            ] == []
 
         for change, parameters in MISMATCHES.values():
             check(change, parameters)
@@ -197,7 +214,9 @@ class _Output(torch.nn.Module):
         super().__init__()
         self.gather_output = gather_output
 
-    def forward(self, hidden: torch.Tensor, runtime_gather_output: bool = False) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden: torch.Tensor, runtime_gather_output: bool = False
+    ) -> tuple[torch.Tensor, None]:
         is_gathered = runtime_gather_output or self.gather_output
         return _Gathered.apply(hidden) if is_gathered else hidden[..., 4:] * 1, None
 

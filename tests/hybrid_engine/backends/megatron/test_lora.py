@@ -55,7 +55,11 @@ def copies_of(tensors: TensorDict) -> TensorDict:
 
 
 def changed_in(run: Any, before: TensorDict) -> set[str]:
-    return {name for name, parameter in parameters_of(run).items() if not torch.equal(before[name], parameter)}
+    return {
+        name
+        for name, parameter in parameters_of(run).items()
+        if not torch.equal(before[name], parameter)
+    }
 
 
 @on_engines(2)
@@ -125,8 +129,12 @@ def _check_that_a_nan_is_found(run: Any) -> None:
 
 
 @on_engines(2)
-@pytest.mark.parametrize(("family", "layout"), [("qwen3", {}), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])])
-def test_checkpoints_and_references_hold_merged_weights(zoo: Zoo, tmp_path: Path, family: str, layout: Values) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", {}), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])]
+)
+def test_checkpoints_and_references_hold_merged_weights(
+    zoo: Zoo, tmp_path: Path, family: str, layout: Values
+) -> None:
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.trainer.megatron.train_engine import copy_weights
@@ -159,7 +167,9 @@ def test_frozen_parameters_stay(zoo: Zoo) -> None:
     with running(zoo.path("qwen3"), frozen_parameters=["embedding.*", "decoder.layers.1.*"]) as run:
         before = copies_of(parameters_of(run))
         frozen = {name for name in before if name.startswith(("embedding.", "decoder.layers.1."))}
-        assert {name for name, parameter in parameters_of(run).items() if not parameter.requires_grad} == frozen
+        assert {
+            name for name, parameter in parameters_of(run).items() if not parameter.requires_grad
+        } == frozen
         run.engine.train_step(BATCH, negative_log_likelihood)
         assert changed_in(run, before) == before.keys() - frozen != set()
 
@@ -169,7 +179,10 @@ def test_frozen_parameters_stay(zoo: Zoo) -> None:
     ("settings", "pattern"),
     [
         ({"frozen_parameters": ["decoder.layer.*"]}, r"frozen_parameters: decoder\.layer\.\*"),
-        ({"lora": {"target_modules": ["input_layernorm"]}}, "input_layernorm, but the model has.*target_modules"),
+        (
+            {"lora": {"target_modules": ["input_layernorm"]}},
+            "input_layernorm, but the model has.*target_modules",
+        ),
     ],
     ids=["frozen", "adapted"],
 )

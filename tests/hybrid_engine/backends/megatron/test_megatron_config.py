@@ -13,7 +13,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from hybrid_engine.backends.megatron import megatron_config
-from hybrid_engine.backends.megatron.megatron_config import MegatronConfigs, megatron_configs, train_sizes
+from hybrid_engine.backends.megatron.megatron_config import (
+    MegatronConfigs,
+    megatron_configs,
+    train_sizes,
+)
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from tests.harness.errors import has_violation, has_violations
@@ -46,7 +50,10 @@ def test_overrides_win_and_convert_dtypes_and_enum_members() -> None:
 def test_an_override_by_the_default_changes_no_field() -> None:
     plain, again = (
         {name: value for name, value in vars(configs.transformer).items() if not callable(value)}
-        for configs in (configs_of(), configs_of(overrides={"transformer": {"hidden_dropout": 0.0}}))
+        for configs in (
+            configs_of(),
+            configs_of(overrides={"transformer": {"hidden_dropout": 0.0}}),
+        )
     )
     assert plain == again
 
@@ -60,27 +67,44 @@ def test_refusals_by_megatron_are_collected_over_all_configurations() -> None:
         ("actor_config.overrides.transformer", "refused-by-megatron"),
         ("actor_config.overrides.ddp", "refused-by-megatron"),
     )
-    with pytest.raises(ConfigError, match="ValueError: CPU offloading can be done only for layers", check=expected):
+    with pytest.raises(
+        ConfigError, match="ValueError: CPU offloading can be done only for layers", check=expected
+    ):
         configs_of(overrides=refused)
 
 
 def test_an_override_of_another_model_kind_is_refused() -> None:
-    expected = has_violation("actor_config.overrides.transformer", "refused-by-megatron", "cache_mla_latents")
+    expected = has_violation(
+        "actor_config.overrides.transformer", "refused-by-megatron", "cache_mla_latents"
+    )
     with pytest.raises(ConfigError, check=expected):
         configs_of(overrides={"transformer": {"cache_mla_latents": True}})
 
 
 def test_recomputation_that_needs_transformer_engine_is_refused() -> None:
-    expected = has_violation("actor_config.recompute_modules", "needs-transformer-engine", "layernorm, mla_up_proj")
+    expected = has_violation(
+        "actor_config.recompute_modules", "needs-transformer-engine", "layernorm, mla_up_proj"
+    )
     with pytest.raises(ConfigError, check=expected):
-        configs_of(recompute_granularity="selective", recompute_modules=["mlp", "layernorm", "mla_up_proj"])
+        configs_of(
+            recompute_granularity="selective", recompute_modules=["mlp", "layernorm", "mla_up_proj"]
+        )
 
 
-FUSED = ("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "apply_rope_fusion")
+FUSED = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+)
 
 
 def enabled_fusions(config: TransformerConfig) -> list[str]:
-    return [name for name in (*FUSED, "masked_softmax_fusion", "persist_layer_norm") if getattr(config, name)]
+    return [
+        name
+        for name in (*FUSED, "masked_softmax_fusion", "persist_layer_norm")
+        if getattr(config, name)
+    ]
 
 
 @pytest.fixture
@@ -117,11 +141,20 @@ def test_without_transformer_engine_core_attention_is_recomputed(
 ) -> None:
     real = importlib.util.find_spec
     # Any spec shows that the package is installed; None, that it is not.
-    specs = {"fused_weight_gradient_mlp_cuda": real("torch") if has_apex else None, "transformer_engine": None}
-    monkeypatch.setattr(megatron_config, "find_spec", lambda name: specs[name] if name in specs else real(name))
+    specs = {
+        "fused_weight_gradient_mlp_cuda": real("torch") if has_apex else None,
+        "transformer_engine": None,
+    }
+    monkeypatch.setattr(
+        megatron_config, "find_spec", lambda name: specs[name] if name in specs else real(name)
+    )
     config = configs_of().transformer
     accumulating = ["gradient_accumulation_fusion"] if has_apex else []
-    assert enabled_fusions(config) == ["bias_activation_fusion", "bias_dropout_fusion", *accumulating]
+    assert enabled_fusions(config) == [
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        *accumulating,
+    ]
     assert (config.recompute_granularity, config.recompute_modules) == ("selective", ["core_attn"])
 
 

@@ -91,7 +91,9 @@ def offload_each_alone(engine: Any, offloader: Offloader) -> None:
             if item.kind == "grad":
                 item.tensor.fill_(1)  # zeros not written since they were onloaded have no pages
         offloader.offload({kind})
-        assert [other for other, nbytes in offloader.resident_nbytes().items() if not nbytes] == [kind]
+        assert [other for other, nbytes in offloader.resident_nbytes().items() if not nbytes] == [
+            kind
+        ]
         offloader.onload({kind}, late={kind})
         offloader.wait()
 
@@ -121,5 +123,9 @@ def digests(engine: Any) -> dict[str, str]:
     from megatron_patches import optimizer_tensors
 
     tensors = dict(engine.weights.model.named_parameters())
-    tensors |= {f"{t.path}.{t.key}": t.tensor for t in optimizer_tensors(engine.optimizer) if t.kind != "main_grad"}
+    tensors |= {
+        f"{t.path}.{t.key}": t.tensor
+        for t in optimizer_tensors(engine.optimizer)
+        if t.kind != "main_grad"
+    }
     return {name: digest(tensor) for name, tensor in tensors.items()}

@@ -1,4 +1,5 @@
-"""Contents of Transformer Engine's quantised parameters, and reasons why they cannot be read; the tensors are made up.
+"""Contents of Transformer Engine's quantised parameters, and reasons why they cannot be read; the
+tensors are made up.
 
 end_to_end/test_fp8_parameters.py trains with them and sends them to vLLM.
 """
@@ -24,7 +25,9 @@ from tests.zoo.made_up_fp8 import Float8BlockwiseQTensor, Float8Tensor, MXFP8Ten
 CLASSES = (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor)
 
 
-def parameter(kind: type[QuantizedTensor], rows: int = 300, columns: int = 192, **changes: Any) -> torch.nn.Parameter:
+def parameter(
+    kind: type[QuantizedTensor], rows: int = 300, columns: int = 192, **changes: Any
+) -> torch.nn.Parameter:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(rows, columns, generator=generator)
     values[:128, :128] = 0
@@ -103,7 +106,10 @@ UNREADABLE: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: parameter(Float8BlockwiseQTensor, _rowwise_scale_inv=torch.ones(1, 4)),
         "a Float8BlockwiseQTensor with scales of shape (1, 4) for 3 x 2 blocks",
     ),
-    "several experts": (grouped, "a GroupedTensor, not a Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor"),
+    "several experts": (
+        grouped,
+        "a GroupedTensor, not a Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor",
+    ),
     "nvfp4": (of_nvfp4, "a NVFP4Tensor, not a Float8Tensor"),
 }
 

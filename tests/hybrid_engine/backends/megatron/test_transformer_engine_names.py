@@ -59,19 +59,31 @@ class Case:
 
 DENSE_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
 EXPERT_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.experts.linear_fc1.weight3")
-LATENT_NAMES = ("self_attention.linear_kv_up_proj.layer_norm_weight", "mlp.experts.linear_fc1.weight7")
+LATENT_NAMES = (
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "mlp.experts.linear_fc1.weight7",
+)
 CASES = {
-    **{family: Case(family, actor=SP2, names=DENSE_NAMES) for family in ("llama", "qwen2", "qwen3", "glm", "glm4")},
+    **{
+        family: Case(family, actor=SP2, names=DENSE_NAMES)
+        for family in ("llama", "qwen2", "qwen3", "glm", "glm4")
+    },
     **{family: Case(family, actor=SP2) for family in ("gemma2", "gemma3", "gpt2")},
     "qwen3_moe ep2": Case("qwen3_moe", actor=EP2, names=EXPERT_NAMES),
     "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=SP2, names=EXPERT_NAMES),
-    "qwen3_moe tp2 etp2 interleaved": Case("qwen3_moe", actor=SP2, settings={"moe_mlp_glu_interleave_size": 2}),
+    "qwen3_moe tp2 etp2 interleaved": Case(
+        "qwen3_moe", actor=SP2, settings={"moe_mlp_glu_interleave_size": 2}
+    ),
     "qwen3_moe ep2 one parameter": Case("qwen3_moe", actor=EP2, grouped=True),
-    "qwen3_moe ep2 one parameter in a buffer": Case("qwen3_moe", actor=EP2, grouped=True, buffered=True),
+    "qwen3_moe ep2 one parameter in a buffer": Case(
+        "qwen3_moe", actor=EP2, grouped=True, buffered=True
+    ),
     "qwen2_moe tp2 ep2 etp1": Case("qwen2_moe", actor={**SP2, **EP2, **ETP1}, names=EXPERT_NAMES),
     "mixtral ep2": Case("mixtral", actor=EP2, names=EXPERT_NAMES),
     "deepseek_v2 tp2": Case("deepseek_v2", {"q_lora_rank": None}, SP2, LATENT_NAMES),
-    "deepseek_v3 tp2 ep2 etp1": Case("deepseek_v3", {"mtp_layers": 2}, {**SP2, **EP2, **ETP1}, LATENT_NAMES),
+    "deepseek_v3 tp2 ep2 etp1": Case(
+        "deepseek_v3", {"mtp_layers": 2}, {**SP2, **EP2, **ETP1}, LATENT_NAMES
+    ),
 }
 
 
@@ -102,7 +114,10 @@ NUM_RANKS = 2
 def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, list[RankView]]:
     """Build the cases on all ranks; runs in a separate process because of the mock."""
     mock_transformer_engine.install()
-    return {name: [view_of(case, paths[name], rank) for rank in range(NUM_RANKS)] for name, case in cases.items()}
+    return {
+        name: [view_of(case, paths[name], rank) for rank in range(NUM_RANKS)]
+        for name, case in cases.items()
+    }
 
 
 def view_of(case: Case, path: Path, rank: int) -> RankView:
@@ -117,17 +132,25 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         # Without a GPU Transformer Engine counts as missing.
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
         table = table_for(read_config(path))
-        chunks, _ = build.build_model(config, table, read_config(path), NUM_RANKS, weights_only=True)
+        chunks, _ = build.build_model(
+            config, table, read_config(path), NUM_RANKS, weights_only=True
+        )
         vars(chunks[0].config).update(case.settings)
         modules = list(chunks[0].modules())
-        grouped = [module for module in modules if isinstance(module, mock_transformer_engine.GroupedLinear)]
+        grouped = [
+            module
+            for module in modules
+            if isinstance(module, mock_transformer_engine.GroupedLinear)
+        ]
         if case.grouped:
             for module in grouped:
                 module.group_weights()
         if case.buffered:
             chunks = [in_expert_buffer(chunks[0], [module.weight for module in grouped])]
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
-        assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
+        assert any(
+            isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules()
+        )
         layout = adaptor.layout()
         shapes = {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()}
         listed = {storage_of(name, flat)[1] for name, flat in adaptor.buffers().items()}
@@ -139,7 +162,9 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         if case.grouped:
             # DDP and optimizers replace the memory behind a GroupedTensor.
             grouped[0].weight.rowwise_data = grouped[0].weight.rowwise_data.clone()
-        return RankView(layout, shapes, unlisted, adaptor.fingerprint.moved(), *packed_inputs(chunks))
+        return RankView(
+            layout, shapes, unlisted, adaptor.fingerprint.moved(), *packed_inputs(chunks)
+        )
 
 
 SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]])
@@ -164,7 +189,9 @@ def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, Values]:
 PADDING = 64  # elements between the parameters of a flat buffer
 
 
-def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> torch.nn.Module:
+def in_expert_buffer(
+    model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+) -> torch.nn.Module:
     """Stand in for DDP of megatron-core 0.19: each `GroupedTensor` is a slot of one flat buffer."""
     from megatron.core.distributed import DistributedDataParallel
 
@@ -186,7 +213,9 @@ def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter
     config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=False)
     gradients = torch.zeros_like(flat)
     ddp.expert_parallel_buffers = [
-        SimpleNamespace(param_data=flat, grad_data=gradients, param_index_map=slots, ddp_config=config)
+        SimpleNamespace(
+            param_data=flat, grad_data=gradients, param_index_map=slots, ddp_config=config
+        )
     ]
     return ddp
 
@@ -227,10 +256,16 @@ def test_packed_rows_become_one_row_with_sequence_offsets(views: Views) -> None:
             assert packed["attention_mask"] is packed["mask of one sequence"] is None, name
             assert packed["shape"] == (1, 16)
             assert packed["input_ids"].tolist() == [list(range(16))]
-            assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2]]
+            assert packed["position_ids"].tolist() == [
+                [0, 1, 2, 0, 1, 0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2]
+            ]
             params = packed["packed_seq_params"]
             assert params.qkv_format == "thd"
-            assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 5, 8, 9, 13, 16]
+            assert (
+                params.cu_seqlens_q.tolist()
+                == params.cu_seqlens_kv.tolist()
+                == [0, 3, 5, 8, 9, 13, 16]
+            )
             assert params.cu_seqlens_q.dtype is torch.int32
             assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 4)
 
@@ -240,12 +275,18 @@ def test_rows_of_interleaved_experts_lie_in_alternating_blocks(views: Views) -> 
     for rank, view in enumerate(ranks):
         rows, width = view.shapes["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
         held = {
-            (shard.region.offsets[0], shard.region.tensor.split(".")[-2]): shard.place.offset // width
+            (shard.region.offsets[0], shard.region.tensor.split(".")[-2]): shard.place.offset
+            // width
             for shard in view.layout.shards
-            if shard.region.tensor.startswith("model.layers.0.mlp.experts.3.") and "down" not in shard.region.tensor
+            if shard.region.tensor.startswith("model.layers.0.mlp.experts.3.")
+            and "down" not in shard.region.tensor
         }
         first = rank * rows // 2  # gate and up have rows / 2 each on a rank
-        blocks = [(first + row, part) for row in range(0, rows // 2, 2) for part in ("gate_proj", "up_proj")]
+        blocks = [
+            (first + row, part)
+            for row in range(0, rows // 2, 2)
+            for part in ("gate_proj", "up_proj")
+        ]
         assert [held[block] for block in blocks] == list(range(0, rows, 2))
         assert len(held) == len(blocks) > 2
 
@@ -261,13 +302,19 @@ def test_experts_in_one_parameter_have_separate_records(views: Views) -> None:
         places = {
             shard.region.tensor: (shard.place.buffer.name, shard.place.offset)
             for shard in view.layout.shards
-            if shard.region.tensor.startswith("model.layers.0.mlp.experts.") and "gate_proj" in shard.region.tensor
+            if shard.region.tensor.startswith("model.layers.0.mlp.experts.")
+            and "gate_proj" in shard.region.tensor
         }
         assert places == {
-            f"model.layers.0.mlp.experts.{rank * num_experts + index}.gate_proj.weight": (fc1, index * rows * columns)
+            f"model.layers.0.mlp.experts.{rank * num_experts + index}.gate_proj.weight": (
+                fc1,
+                index * rows * columns,
+            )
             for index in range(num_experts)
         }
-        assert {shard.region for shard in view.layout.shards} == {shard.region for shard in other.layout.shards}
+        assert {shard.region for shard in view.layout.shards} == {
+            shard.region for shard in other.layout.shards
+        }
         assert view.unlisted == other.unlisted
         assert (view.moved, other.moved) == ([fc1], [])
 

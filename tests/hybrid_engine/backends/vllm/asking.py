@@ -63,10 +63,15 @@ def build(directory: str, config: Mapping[str, Any], **settings: Any) -> Inferen
     Args:
         settings: keys of `generate_config` and fields of `InferenceSettings`.
     """
-    keys = {name: settings.pop(name) for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}}
+    keys = {
+        name: settings.pop(name)
+        for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}
+    }
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
     engine_settings = InferenceSettings(directory, generate=generate, **settings)
-    return InferenceEngine(engine_settings, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config))
+    return InferenceEngine(
+        engine_settings, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config)
+    )
 
 
 def sizes(**chosen: Any) -> InferenceParallelism:
@@ -75,7 +80,9 @@ def sizes(**chosen: Any) -> InferenceParallelism:
 
 
 def answers_of(engine: InferenceEngine) -> Answers:
-    return Answers(greedy(engine, PROMPTS), [row.tolist() for row in engine.prompt_logprobs(PROMPTS)])
+    return Answers(
+        greedy(engine, PROMPTS), [row.tolist() for row in engine.prompt_logprobs(PROMPTS)]
+    )
 
 
 def greedy(engine: InferenceEngine, prompts: list[list[int]]) -> list[Scored]:
@@ -86,7 +93,9 @@ def drawn(engine: InferenceEngine, seed: int | None = None) -> Drawn:
     """Sample completions of PROMPTS; a seed restarts the generator first."""
     if seed is not None:
         restart(engine, seed)
-    return [[completion.token_ids for completion in row] for row in engine.generate(PROMPTS, SAMPLING)]
+    return [
+        [completion.token_ids for completion in row] for row in engine.generate(PROMPTS, SAMPLING)
+    ]
 
 
 def restart(engine: InferenceEngine, seed: int) -> None:

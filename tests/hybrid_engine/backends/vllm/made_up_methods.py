@@ -35,7 +35,9 @@ def transposed(layer: Any, method: Any) -> None:
 
 def shuffled_in_place(layer: Any, method: Any) -> None:
     """Like experts for FlashInfer's TRTLLM kernels: same storage and shape, other order."""
-    layer.weight.data.copy_(layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS).flip(0, 1).reshape(ROWS, COLUMNS))
+    layer.weight.data.copy_(
+        layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS).flip(0, 1).reshape(ROWS, COLUMNS)
+    )
 
 
 def padded(layer: Any, method: Any) -> None:
@@ -49,7 +51,11 @@ def quantised(layer: Any, method: Any) -> None:
         return
     blocks = layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS)
     scales = blocks.abs().amax((1, 2)) / 127
-    replace(layer, weight=(blocks / scales[:, None, None]).round().to(torch.int8).view(ROWS, COLUMNS), scales=scales)
+    replace(
+        layer,
+        weight=(blocks / scales[:, None, None]).round().to(torch.int8).view(ROWS, COLUMNS),
+        scales=scales,
+    )
     method.kernel = SimpleNamespace(scales=layer.scales, config={"block": BLOCK})
     layer._already_called_process_weights_after_loading = True
 
@@ -151,9 +157,11 @@ _processed: list[torch.nn.Module] = []
 REFUSED = {
     with_as_many_as_there_are: "layer.positive is float32",
     with_a_number: "layer.scale_float is a number that depends on the weights",
-    with_a_number_beside_the_weight: "layer.quant_method.kernel.largest is a number that depends on the weights",
+    with_a_number_beside_the_weight: "layer.quant_method.kernel.largest is a number that "
+    "depends on the weights",
     with_hidden_memory: "layer.quant_method.packed is a PyCapsule, which hides memory",
-    once_only: "its processing cannot run again: NotImplementedError: in-place reloads are not supported yet",
+    once_only: "its processing cannot run again: NotImplementedError: in-place reloads are "
+    "not supported yet",
 }
 
 
@@ -171,7 +179,9 @@ def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
     """Return a layer with this processing; methods in `AS_MODULES` are modules."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    bases = (QuantizeMethodBase, torch.nn.Module) if processing in AS_MODULES else (QuantizeMethodBase,)
+    bases = (
+        (QuantizeMethodBase, torch.nn.Module) if processing in AS_MODULES else (QuantizeMethodBase,)
+    )
 
     class Method(*bases):
         def __init__(self) -> None:
@@ -222,7 +232,10 @@ class Model(torch.nn.Module):
 
     def weights(self, seed: int) -> TensorDict:
         generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(ROWS, COLUMNS, generator=generator) for name, _ in self.named_children()}
+        return {
+            name: torch.randn(ROWS, COLUMNS, generator=generator)
+            for name, _ in self.named_children()
+        }
 
 
 class Forgetful(WeightMemory):
@@ -247,7 +260,9 @@ def build_adaptor(
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
-    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, keeps_addresses, barrier)
+    processed = inspect_model(
+        traced, contextlib.nullcontext, torch.float32, keeps_addresses, barrier
+    )
     memory = Forgetful() if keeps_addresses else CpuWeightMemory()
     return VllmAdaptor(processed, memory, keeps_memory, settings=settings)
 

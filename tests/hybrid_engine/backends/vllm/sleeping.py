@@ -1,7 +1,7 @@
 """vLLM's sleep mode over the driver of the software GPU.
 
-The allocator is vLLM's. The extension that calls the driver comes in two forms: `compiled`, if vLLM's
-wheel for CUDA is available, and `Ported`.
+The allocator is vLLM's. The extension that calls the driver comes in two forms: `compiled`, if
+vLLM's wheel for CUDA is available, and `Ported`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def compiled() -> SimpleNamespace:
     functions.my_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
     functions.my_free.restype = None
     functions.my_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    extension = SimpleNamespace(**vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free)
+    extension = SimpleNamespace(
+        **vars(module), my_malloc=functions.my_malloc, my_free=functions.my_free
+    )
     extension.folder = folder  # the file is loaded again to clear an error
     return extension
 
@@ -70,7 +72,9 @@ class Ported:
         self._slots: dict[int, Any] = {}  # address -> slot with the handle of its memory
         self._error: DeviceMemoryError | None = None
 
-    def init_module(self, malloc: Callable[[tuple[int, ...]], None], free: Callable[[int], tuple[int, ...]]) -> None:
+    def init_module(
+        self, malloc: Callable[[tuple[int, ...]], None], free: Callable[[int], tuple[int, ...]]
+    ) -> None:
         self._on_malloc = malloc
         self._on_free = free
 
@@ -155,7 +159,11 @@ class SleepingVllm:
         for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
             patch.setattr(cumem, name, getattr(extension, name))
         patch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=ctypes.memmove))
-        for name, result in {"empty_cache": None, "synchronize": None, "get_memory_info": (0, 0)}.items():
+        for name, result in {
+            "empty_cache": None,
+            "synchronize": None,
+            "get_memory_info": (0, 0),
+        }.items():
             patch.setattr(torch.accelerator, name, lambda *_, result=result: result)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -167,14 +175,18 @@ class SleepingVllm:
         else:
             patch.setattr(cumem, "lib_name", extension.__file__)
         weight_memory.prepare_allocator()
-        extension.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
+        extension.init_module(
+            self.allocator.python_malloc_callback, self.allocator.python_free_callback
+        )
 
         self.segments: dict[str, int] = {}
         tags = {"workspace": "runtime", "kv": "kv_cache"}
         for name in ("first", "workspace", "second", "third", "kv"):
             self.add(name, tags.get(name, "weights"))
         self.requested = {"first": 128, "second": 128, "third": 64}
-        self.allocator.allocator_and_pools["weights"] = [[SimpleNamespace(snapshot=self._snapshot), None]]
+        self.allocator.allocator_and_pools["weights"] = [
+            [SimpleNamespace(snapshot=self._snapshot), None]
+        ]
         self.model = torch.nn.Module()
         self.model.register_buffer("rotary", self.over("first", 0).fill_(7))
         self.workspace = self.over("workspace", 0).fill_(5)
@@ -182,7 +194,9 @@ class SleepingVllm:
         self.live = {name: self.over(segment, start) for name, (segment, start) in weights.items()}
 
         config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
-        self.worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.model), vllm_config=config)
+        self.worker = SimpleNamespace(
+            model_runner=SimpleNamespace(model=self.model), vllm_config=config
+        )
 
     def malloc(self, tag: str = "weights") -> int | None:
         """Allocate one granule, like a segment of a pool in torch's allocator."""
@@ -197,7 +211,9 @@ class SleepingVllm:
 
     def trim(self, name: str) -> None:
         """Release a segment, like vLLM does with free segments."""
-        pool = SimpleNamespace(snapshot=lambda: [{"address": self.segments[name], "allocated_size": 0}])
+        pool = SimpleNamespace(
+            snapshot=lambda: [{"address": self.segments[name], "allocated_size": 0}]
+        )
         self.allocator._trim(pool)
 
     def end(self, *names: str) -> None:
@@ -206,14 +222,18 @@ class SleepingVllm:
             self._extension.my_free(self.segments.pop(name), GRANULE, 0, None)
 
     def over(self, segment: str, start: int) -> torch.Tensor:
-        return tensor_over(self.segments[segment] + start, 64, torch.device("cpu"), None).view(torch.float32)
+        return tensor_over(self.segments[segment] + start, 64, torch.device("cpu"), None).view(
+            torch.float32
+        )
 
     def asleep(self) -> list[str]:
         """Return the unmapped segments, after comparing them with vLLM's records."""
         touchable = {address for address, _ in mapped()}
         unmapped = [name for name, address in self.segments.items() if address not in touchable]
         data = self.allocator.pointer_to_data
-        assert unmapped == [name for name, address in self.segments.items() if data[address].is_asleep]
+        assert unmapped == [
+            name for name, address in self.segments.items() if data[address].is_asleep
+        ]
         assert virtual_memory().nbytes == (len(self.segments) - len(unmapped)) * GRANULE
         return unmapped
 

@@ -28,7 +28,9 @@ Tensors = Mapping[str, torch.Tensor]
 LLAMA, QWEN3, QWEN3_MOE = map(served_config, ("llama", "qwen3", "qwen3_moe"))
 
 
-def random_weights(config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16) -> TensorDict:
+def random_weights(
+    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16
+) -> TensorDict:
     """Return the tensors of a checkpoint; the same seed gives the same values."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -64,7 +66,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Tensor
 def fill_by_records(adaptor: Any, weights: Tensors, groups_at_once: int = 3) -> TensorDict:
     """Write tensors by the layout's records; return the parameters in the loader's layout."""
     parameters: TensorDict = {}
-    with adaptor.observed(lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())):
+    with adaptor.observed(
+        lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())
+    ):
         write_by_records(adaptor, weights, groups_at_once)
     return parameters
 
@@ -110,18 +114,24 @@ def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any]) -> Any:
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
     context = functools.partial(set_current_vllm_config, config)
     process(module, config)
-    return VllmAdaptor(inspect_model(traced, context, dtype, keeps_addresses=False), CpuWeightMemory())
+    return VllmAdaptor(
+        inspect_model(traced, context, dtype, keeps_addresses=False), CpuWeightMemory()
+    )
 
 
 def load(module: torch.nn.Module, config: Any, model_config: Any = None) -> None:
-    """Fill `module`, or a drafter of another model config, from its checkpoint by vLLM's own loader."""
+    """Fill `module`, or a drafter of another model config, from its checkpoint by vLLM's own
+    loader.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     with torch.no_grad(), set_current_vllm_config(config):
         for parameter in module.parameters():
             parameter.zero_()  # padding, which no loader writes
-        DefaultModelLoader(config.load_config).load_weights(module, model_config or config.model_config)
+        DefaultModelLoader(config.load_config).load_weights(
+            module, model_config or config.model_config
+        )
 
 
 def process(module: torch.nn.Module, config: Any, model_config: Any = None) -> None:
@@ -130,13 +140,19 @@ def process(module: torch.nn.Module, config: Any, model_config: Any = None) -> N
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     with set_current_vllm_config(config):
-        process_weights_after_loading(module, model_config or config.model_config, torch.device("cpu"))
+        process_weights_after_loading(
+            module, model_config or config.model_config, torch.device("cpu")
+        )
 
 
 def tensors_of(module: torch.nn.Module) -> TensorDict:
     """Return all tensors that a model computes with, by path."""
     modules = dict(module.named_modules())
-    return {path: tensor for path, tensor in module_tensors(modules, modules).tensors.items() if tensor.numel()}
+    return {
+        path: tensor
+        for path, tensor in module_tensors(modules, modules).tensors.items()
+        if tensor.numel()
+    }
 
 
 def misread_layers(model: torch.nn.Module, sent: Tensors) -> list[str]:
@@ -169,5 +185,6 @@ def differences(ours: Tensors, native: Tensors) -> list[str]:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (left.dtype, left.shape) == (right.dtype, right.shape) and torch.equal(
-        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+        left.contiguous().reshape(-1).view(torch.uint8),
+        right.contiguous().reshape(-1).view(torch.uint8),
     )

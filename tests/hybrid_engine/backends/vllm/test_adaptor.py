@@ -70,10 +70,14 @@ def fill(adaptor: VllmAdaptor, seed: int, groups: Iterable[str] = GROUPS) -> Non
 
 
 def computes(adaptor: VllmAdaptor, linear: int, norm: int) -> bool:
-    """Return whether the model is ready and has the weights of these seeds, as after vLLM's own load."""
+    """Return whether the model is ready and has the weights of these seeds, as after vLLM's own
+    load.
+    """
     adaptor.require_ready()
     fresh = two_layers()
-    fresh.load_weights({"linear": fresh.weights(linear)["linear"], "norm": fresh.weights(norm)["norm"]}.items())
+    fresh.load_weights(
+        {"linear": fresh.weights(linear)["linear"], "norm": fresh.weights(norm)["norm"]}.items()
+    )
     fresh.process()
     return differences(adaptor.model.held(), fresh.held()) == []
 
@@ -121,7 +125,9 @@ def adaptor() -> VllmAdaptor:
 
 
 @pytest.mark.parametrize("enter", States)
-def test_weights_are_filled_kept_and_released_from_every_state(adaptor: VllmAdaptor, enter: Callable) -> None:
+def test_weights_are_filled_kept_and_released_from_every_state(
+    adaptor: VllmAdaptor, enter: Callable
+) -> None:
     enter(adaptor)
     resident = adaptor.resident_nbytes()
     is_committed = enter is committed
@@ -135,7 +141,9 @@ def test_weights_are_filled_kept_and_released_from_every_state(adaptor: VllmAdap
     assert adaptor.resident_nbytes() == 2 * NBYTES == adaptor.nbytes
     enter(adaptor)
     adaptor.release(GROUPS)
-    assert list(adaptor.committed()) == (GROUPS if is_committed else []), "only committed weights are kept"
+    assert list(adaptor.committed()) == (GROUPS if is_committed else []), (
+        "only committed weights are kept"
+    )
     assert adaptor.resident_nbytes() == (2 * NBYTES if is_committed else 0)
     enter(adaptor)
     adaptor.release()
@@ -168,7 +176,9 @@ def test_void_weights_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None
     resident = adaptor.resident_nbytes()  # with staging pages of the fill
     adaptor.release()
     assert freed == ["KV cache"]
-    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + PAGESIZE, "pages for staging count as well"
+    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + PAGESIZE, (
+        "pages for staging count as well"
+    )
     with refused(StateError, "weights-uncommitted", "2 of 2"):
         adaptor.require_ready()
     fill(adaptor, 1)
@@ -195,7 +205,9 @@ def test_kept_groups_stay_committed_and_the_others_can_be_filled(
     assert adaptor.resident_nbytes() == 0
 
 
-def test_memory_freed_as_a_whole_keeps_no_group(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_freed_as_a_whole_keeps_no_group(
+    adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(adaptor, 0)
     monkeypatch.setattr(CpuWeightMemory, "frees_all_at_once", True)  # like vLLM's sleep mode
     adaptor.release(GROUPS)
@@ -203,7 +215,9 @@ def test_memory_freed_as_a_whole_keeps_no_group(adaptor: VllmAdaptor, monkeypatc
     assert adaptor.resident_nbytes() == 0
 
 
-def test_memory_after_a_failed_wake_up_is_freed_again(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_after_a_failed_wake_up_is_freed_again(
+    adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adaptor.release()
     freed = []
     monkeypatch.setattr(CpuWeightMemory, "free", lambda _, live: freed.append(set(live)))
@@ -223,7 +237,9 @@ def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor
     assert torch.equal(view, adaptor.model.weights(1)["norm"][:5])
 
 
-def test_a_verified_fill_reports_weights_that_vllm_does_not_compute_with(adaptor: VllmAdaptor) -> None:
+def test_a_verified_fill_reports_weights_that_vllm_does_not_compute_with(
+    adaptor: VllmAdaptor,
+) -> None:
     norm = adaptor.model.norm
     reports: list[str] = []
     with adaptor.proving(GROUPS, reports.append):
@@ -234,7 +250,9 @@ def test_a_verified_fill_reports_weights_that_vllm_does_not_compute_with(adaptor
         norm.weight.data[0] += 1
     with (
         adaptor.proving(["norm"], reports.append),
-        adaptor.observed(lambda *_: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data.clone()))),
+        adaptor.observed(
+            lambda *_: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data.clone()))
+        ),
     ):
         fill(adaptor, 2)
     assert [report.partition("rank 0, ")[2] for report in reports] == [
@@ -257,20 +275,29 @@ def test_untraceable_tensors_are_written_by_the_loader() -> None:
     assert adaptor.staged == ("both",)
     buffers = adaptor.layout().buffers
     groups = {buffer_id.name: buffer.group for buffer_id, buffer in buffers.items()}
-    assert groups["one.weight"] == groups["two.weight"] == groups["staged:both"] != groups["three.weight"]
+    assert (
+        groups["one.weight"]
+        == groups["two.weight"]
+        == groups["staged:both"]
+        != groups["three.weight"]
+    )
     for _ in range(2):
         weights = {"both": torch.randn(8, 4), "weight": torch.randn(4), "bias": torch.randn(4)}
         expected.load_weights(weights.items())
         for group in dict.fromkeys(groups.values()):
             for name, flat in adaptor.allocate([group]).items():
-                source = weights.get(name.removeprefix("staged:"), weights.get(name.rpartition(".")[2]))
+                source = weights.get(
+                    name.removeprefix("staged:"), weights.get(name.rpartition(".")[2])
+                )
                 if name.startswith(("staged:", "three.")):
                     flat.copy_(source.flatten())
                 else:
                     assert not flat.any()  # what the loader leaves as it was is zero
             adaptor.commit([group])
         assert model.calls[-1] == ["both"]
-        for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        for parameter, expected_parameter in zip(
+            model.parameters(), expected.parameters(), strict=True
+        ):
             assert torch.equal(parameter, expected_parameter)
         adaptor.release()
         assert adaptor.resident_nbytes() == 0
@@ -294,9 +321,14 @@ class AllAtOnce(Computing):
 
 @pytest.mark.parametrize(
     ("model", "problem"),
-    [(Resetting, "also writes three.bias"), (AllAtOnce, "leaves some of one.weight as it was and leaves some of two")],
+    [
+        (Resetting, "also writes three.bias"),
+        (AllAtOnce, "leaves some of one.weight as it was and leaves some of two"),
+    ],
 )
-def test_a_loader_that_cannot_write_a_single_group_is_refused(model: type[Computing], problem: str) -> None:
+def test_a_loader_that_cannot_write_a_single_group_is_refused(
+    model: type[Computing], problem: str
+) -> None:
     with pytest.raises(ParameterMismatchError, match=f"both: .*{problem}"):
         adaptor_of(model())
 
@@ -313,7 +345,10 @@ def test_an_event_moves_all_named_groups_or_none() -> None:
         states.advance(GroupEvent.COMMIT, ["a", "x", "y"])
     assert states.among(GroupState.FILLING) == ["a"]
     states.advance(GroupEvent.COMMIT, ["a"])
-    assert [states.among(state) for state in (GroupState.COMMITTED, GroupState.VOID)] == [["a"], ["b", "c"]]
+    assert [states.among(state) for state in (GroupState.COMMITTED, GroupState.VOID)] == [
+        ["a"],
+        ["b", "c"],
+    ]
 
 
 @pytest.mark.parametrize("groups", [(), ("a",)])

@@ -59,7 +59,9 @@ def test_latent_attention_uses_the_same_kernels_on_every_cpu(model: str) -> None
         ({"attention_backend": "AMX_MLA"}, "AMX_MLA"),
         ({"attention_config": {"backend": "AMX_MLA"}}, None),
     ):
-        assert llm_arguments(settings_of(model, vllm=extra), "cpu").get("attention_backend") == backend
+        assert (
+            llm_arguments(settings_of(model, vllm=extra), "cpu").get("attention_backend") == backend
+        )
     assert "attention_backend" not in llm_arguments(settings_of(model), "cuda")
 
 
@@ -85,7 +87,9 @@ def test_arguments_allowed_in_files_take_no_free_text() -> None:
     }  # `_speculation` allows three methods
     for name in inference_rules.IN_FILES - checked_by_rules:
         argument, _, part = name.partition(".")
-        assert is_closed(annotation_of(parts[argument], part) if part else annotation_of(EngineArgs, name)), name
+        assert is_closed(
+            annotation_of(parts[argument], part) if part else annotation_of(EngineArgs, name)
+        ), name
     for name in (
         "worker_extension_cls",
         "logits_processors",
@@ -98,7 +102,11 @@ def test_arguments_allowed_in_files_take_no_free_text() -> None:
 def annotation_of(owner: type, name: str) -> Any:
     """Return the type of a field, evaluated where vLLM declares it as text."""
     annotation = owner.__annotations__[name]
-    return eval(annotation, vars(sys.modules[owner.__module__])) if isinstance(annotation, str) else annotation
+    return (
+        eval(annotation, vars(sys.modules[owner.__module__]))
+        if isinstance(annotation, str)
+        else annotation
+    )
 
 
 def is_closed(annotation: Any) -> bool:
@@ -115,7 +123,9 @@ def is_closed(annotation: Any) -> bool:
 def test_unknown_and_derived_arguments_are_refused_at_once(model: str) -> None:
     refused = {"block_siz": 32, "nonsense": 1, "tensor_parallel_size": 4, "load_format": "auto"}
     codes = ["unknown-key"] * 2 + ["derived-argument"] * 2
-    expected = [(f"generate_config.vllm.{key}", code) for key, code in zip(refused, codes, strict=True)]
+    expected = [
+        (f"generate_config.vllm.{key}", code) for key, code in zip(refused, codes, strict=True)
+    ]
     with violated(ConfigError, *expected) as caught:
         check_arguments(settings_of(model, vllm={**refused, "block_size": 32}), 0, "cpu")
     assert "Did you mean block_size?" in str(caught.value)
@@ -125,7 +135,10 @@ def test_experts_keep_the_layout_of_the_loader_on_cuda_by_default(
     model: str,
 ) -> None:
     assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
-    assert llm_arguments(settings_of(model, vllm={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
+    assert (
+        llm_arguments(settings_of(model, vllm={"moe_backend": "cutlass"}), "cuda")["moe_backend"]
+        == "cutlass"
+    )
     assert "moe_backend" not in llm_arguments(InferenceSettings(model), "cpu")
     by_arguments = settings_of(model, vllm={"quantization_config": {"moe": "mxfp4"}})
     for settings in (settings_of(model, quantization="fp8_per_block"), by_arguments):
@@ -133,10 +146,14 @@ def test_experts_keep_the_layout_of_the_loader_on_cuda_by_default(
 
 
 @pytest.mark.parametrize("method", ["mxfp8", "mxfp4", "nvfp4"])
-def test_a_refusal_of_quantised_weights_names_the_devices_that_have_kernels(model: str, method: str) -> None:
+def test_a_refusal_of_quantised_weights_names_the_devices_that_have_kernels(
+    model: str, method: str
+) -> None:
     chosen = block_config(support.QWEN3, method)
     settings = InferenceSettings(model, quantization_config=chosen)
-    refused = has_violation("generate_config.quantization", "no-kernel", method, "on this cpu", "CUDA, ROCM", "none")
+    refused = has_violation(
+        "generate_config.quantization", "no-kernel", method, "on this cpu", "CUDA, ROCM", "none"
+    )
     with pytest.raises(ConfigError, check=refused):
         check_arguments(settings, 0, "cpu")
 
@@ -144,8 +161,15 @@ def test_a_refusal_of_quantised_weights_names_the_devices_that_have_kernels(mode
 def test_every_online_quantization_is_available_on_cuda() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-    others = {"online", *BLOCK_METHODS}  # needs `quantization_config`; are quantised before they are sent
-    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - others
+    others = {
+        "online",
+        *BLOCK_METHODS,
+    }  # needs `quantization_config`; are quantised before they are sent
+    assert (
+        {*QUANTIZATIONS["cpu"]}
+        <= {*QUANTIZATIONS["cuda"]}
+        == {*ONLINE_QUANT_SHORTHAND_NAMES} - others
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +229,9 @@ def test_unsupported_heads_and_a_small_cache_are_refused_at_once(
             check_arguments(settings_of(sound, kv_cache_mb=size), 0, "cpu")
     # Four MiB for the one layer of four that has keys and values.
     hybrid = {**small_config("NemotronHForCausalLM"), "max_position_embeddings": 8192}
-    check_arguments(settings_of(support.write_config(tmp_path / "hybrid", hybrid), kv_cache_mb=5), 0, "cpu")
+    check_arguments(
+        settings_of(support.write_config(tmp_path / "hybrid", hybrid), kv_cache_mb=5), 0, "cpu"
+    )
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -232,7 +258,9 @@ def test_a_drafter_needs_latent_heads_that_a_cpu_decodes(tmp_path: Path) -> None
         latent = {"kv_lora_rank": ranks, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 1}
         directory = str(write_config(tmp_path / str(ranks), served_config("deepseek_v3", **latent)))
         check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
-        refusal = pytest.raises(ConfigError, match="320", check=has_violations(("model", "no-kernel")))
+        refusal = pytest.raises(
+            ConfigError, match="320", check=has_violations(("model", "no-kernel"))
+        )
         with refusal if is_refused else nullcontext():
             check_arguments(settings_of(directory, kv_cache_mb=256, vllm=vllm), 0, "cpu")
 

@@ -21,7 +21,12 @@ from tests.zoo.families import served_config
 pytestmark = pytest.mark.slow  # imports vLLM
 
 SIZES = {
-    **{"hidden_size": 128, "moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
     "head_dim": 32,
 }
 
@@ -40,7 +45,9 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, method: str) 
         groups = {name: names[0] for names in fused for name in names}
         served = BlockQuantization(groups, format_in(chosen)).served(table)
         layout = layout_of_position(settings, job(), served.shapes, served.dtypes)
-    dtypes = {shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards}
+    dtypes = {
+        shard.region.tensor: layout.buffers[shard.place.buffer].dtype for shard in layout.shards
+    }
     in_blocks = {name for names in fused for name in names}
     expert = "model.layers.0.mlp.experts.3"
     assert [f"{expert}.down_proj.weight"] in fused

@@ -65,9 +65,13 @@ class Rig:
 
     def model(self, **processing: Callable[[Any, Any], None]) -> Model:
         layers = {"first": transposed, "second": self.reduced, "third": transposed, **processing}
-        return Model(**{name: functools.partial(self.process, name, layers[name]) for name in layers})
+        return Model(
+            **{name: functools.partial(self.process, name, layers[name]) for name in layers}
+        )
 
-    def process(self, name: str, processing: Callable[[Any, Any], None], layer: Any, method: Any) -> None:
+    def process(
+        self, name: str, processing: Callable[[Any, Any], None], layer: Any, method: Any
+    ) -> None:
         if name == self.broken and self.rank == FAILING:
             raise MemoryError(f"no memory for {name}")
         processing(layer, method)
@@ -79,8 +83,12 @@ class Rig:
         self.adaptor(self.model(**processing), True)
 
     @contextlib.contextmanager
-    def refused(self, kind: type[HybridEngineError], code: str, failed: str, other: str) -> Iterator[None]:
-        """Assert that a fill fails on rank FAILING with `kind`, and on the other since it did not come."""
+    def refused(
+        self, kind: type[HybridEngineError], code: str, failed: str, other: str
+    ) -> Iterator[None]:
+        """Assert that a fill fails on rank FAILING with `kind`, and on the other since it did not
+        come.
+        """
         pattern = failed if self.rank == FAILING else other
         with failing(kind, code, pattern, on=FAILING), self.job.agreement.phase("fill"):
             yield
@@ -125,7 +133,9 @@ def test_weights_that_one_rank_cannot_renew_are_refused_on_all() -> None:
 
         model.process = process_and_break  # type: ignore[method-assign]
         # vLLM's own processing succeeded.
-        reason = r"first \(Method\): its processing cannot run again: MemoryError: no memory for first"
+        reason = (
+            r"first \(Method\): its processing cannot run again: MemoryError: no memory for first"
+        )
         with rig.refused(ModelError, "weights-not-renewable", reason, reason):
             rig.adaptor(model, True)
 
@@ -163,7 +173,9 @@ def test_a_fill_that_fails_on_one_rank_fails_on_all() -> None:
 
 
 @on_engines(NUM_RANKS)
-def test_an_engine_with_collective_processing_fails_on_all_ranks_and_recovers(tmp_path: Path) -> None:
+def test_an_engine_with_collective_processing_fails_on_all_ranks_and_recovers(
+    tmp_path: Path,
+) -> None:
     """Processing linear layers reduces an unused scale."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod as Method

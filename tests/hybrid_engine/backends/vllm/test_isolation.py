@@ -39,7 +39,9 @@ from tests.harness.launch import on_engines
 ORDER = [0, 2, 1, 3]
 
 
-def check(sizes: InferenceParallelism, world_size: int, rank: int = 0, *, is_default: bool = True) -> None:
+def check(
+    sizes: InferenceParallelism, world_size: int, rank: int = 0, *, is_default: bool = True
+) -> None:
     world = World(dist.HashStore(), rank, world_size, is_default=is_default)
     devices = tuple(map(str, range(world_size)))
     job = Job(world, ("host",) * world_size, devices, torch.device("cpu"), 1.0, None, ExitStack())
@@ -53,10 +55,15 @@ def test_a_job_of_the_right_size_and_rank_is_accepted(monkeypatch: pytest.Monkey
     check(InferenceParallelism(4, tensor=2), 4, rank=3)
 
 
-def test_wrong_numbers_of_ranks_and_wrong_ranks_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_numbers_of_ranks_and_wrong_ranks_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "7")
     expected = has_violations(
-        ("infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas", "wrong-world-size"),
+        (
+            "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas",
+            "wrong-world-size",
+        ),
         ("RANK", "wrong-rank"),
         ("Job.join(world=...)", "not-the-default-group"),
     )
@@ -86,7 +93,9 @@ def test_import_errors_kept_by_vllm_release_the_importing_frames(name: str) -> N
     assert trainer() is not None
     forget_import_frames()
     is_vllm = name.startswith("vllm.")
-    assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, "only modules of vLLM may change"
+    assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, (
+        "only modules of vLLM may change"
+    )
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -106,7 +115,9 @@ def test_addresses_are_registered_in_the_order_of_the_group() -> None:
         register = internals.REGISTER_GRAPH_BUFFERS.load()
         register(SimpleNamespace(group=group, rank=dist.get_rank(group), _ptr=0))
     # Handles and offsets that the kernel gets.
-    registered.assert_called_once_with(0, [[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER])
+    registered.assert_called_once_with(
+        0, [[10 * rank] for rank in ORDER], [[10 * rank + 1, rank] for rank in ORDER]
+    )
     dist.destroy_process_group()
 
 
@@ -125,7 +136,9 @@ def test_other_rank_orders_need_a_torch_with_sort_ranks(monkeypatch: pytest.Monk
     sizes = InferenceParallelism(4, tensor=2, rank_order=tuple(ORDER))
     check(sizes, 4)
     monkeypatch.setattr(dist, "new_group", lambda ranks=None: None)
-    with pytest.raises(ConfigError, check=has_violations(("infer_rank_order", "torch-sorts-ranks"), exactly=False)):
+    with pytest.raises(
+        ConfigError, check=has_violations(("infer_rank_order", "torch-sorts-ranks"), exactly=False)
+    ):
         check(sizes, 4)
     check(InferenceParallelism(4, tensor=2), 4)
 
@@ -153,7 +166,9 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def change() -> ProcessSettings:
     """Change process settings like vLLM."""
-    torch.set_float32_matmul_precision("high" if torch.get_float32_matmul_precision() == "highest" else "highest")
+    torch.set_float32_matmul_precision(
+        "high" if torch.get_float32_matmul_precision() == "highest" else "highest"
+    )
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.backends.cuda.enable_cudnn_sdp(not torch.backends.cuda.cudnn_sdp_enabled())
     os.environ.pop("OF_TRAINING", None)

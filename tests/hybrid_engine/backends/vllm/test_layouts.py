@@ -2,8 +2,8 @@
 
 The traced layout must also equal the layout traced without memory and the layout computed without
 vLLM. vLLM's models run on real ranks without an engine. A case is a model of the zoo in the groups
-of some settings. Nothing is computed, so dozens of cases take seconds; those of a layout share its groups.
-test_drafter.py fills a model in place, like on a GPU.
+of some settings. Nothing is computed, so dozens of cases take seconds; those of a layout share its
+groups. test_drafter.py fills a model in place, like on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN, unnamed_shared_memory
-from hybrid_engine.backends.vllm.isolation import building_groups, destroy_groups, register_model_class, set_environment
+from hybrid_engine.backends.vllm.isolation import (
+    building_groups,
+    destroy_groups,
+    register_model_class,
+    set_environment,
+)
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -60,7 +65,9 @@ class Case:
     def settings(self, model_dir: str) -> InferenceSettings:
         return InferenceSettings(
             model_dir,
-            InferenceParallelism(self.tp * self.pp * self.dp, self.tp, self.pp, self.ep, self.order),
+            InferenceParallelism(
+                self.tp * self.pp * self.dp, self.tp, self.pp, self.ep, self.order
+            ),
             GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16),
         )
 
@@ -95,8 +102,12 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):
-                parallel_state.init_distributed_environment(dist.get_world_size(), rank, "env://", rank, "gloo")
-                parallel_state.initialize_model_parallel(settings.sizes.tensor, settings.sizes.pipeline)
+                parallel_state.init_distributed_environment(
+                    dist.get_world_size(), rank, "env://", rank, "gloo"
+                )
+                parallel_state.initialize_model_parallel(
+                    settings.sizes.tensor, settings.sizes.pipeline
+                )
         yield Host(settings, rank)
     finally:
         destroy_groups()
@@ -108,7 +119,9 @@ def check_cases(base: Path, cases: Sequence[Case]) -> None:
     # vLLM makes a group for experts if a model has some; all sizes here divide 12 heads.
     host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
     host_model = support.write_config(base / "host", host_config)
-    before = [_traced_before(case, base / "positions" / str(number)) for number, case in enumerate(cases)]
+    before = [
+        _traced_before(case, base / "positions" / str(number)) for number, case in enumerate(cases)
+    ]
     with vllm_groups(cases[0].settings(host_model)) as host:
         for number, case in enumerate(cases):
             _check(case, host, base / str(number), before[number])
@@ -131,15 +144,21 @@ def _check(case: Case, host: Host, directory: Path, traced_before: Layout) -> No
     filled = support.fill_by_records(adaptor, weights)
     layout = adaptor.layout()
     assert support.differences(filled, support.native_parameters(host, checkpoint)) == [], case
-    assert support.misread_layers(adaptor.model, filled) == [], case  # kernels compute with other weights
+    assert support.misread_layers(adaptor.model, filled) == [], (
+        case
+    )  # kernels compute with other weights
     assert adaptor.staged == (), case  # cannot be traced
-    assert _differences_of_shards(traced_before, layout) == [], case  # traced otherwise without memory
+    assert _differences_of_shards(traced_before, layout) == [], (
+        case
+    )  # traced otherwise without memory
     assert support.is_ready(adaptor), case
     _check_computed(case, host, layout)
     read = {shard.region.tensor for shard in layout.shards}
     assert len(read) > 5
     unread = frozenset.intersection(*of_all_ranks(frozenset(layout.tensors) - read))
-    assert all(name.startswith(f"model.layers.{case.model['num_hidden_layers']}.") for name in unread), case
+    assert all(
+        name.startswith(f"model.layers.{case.model['num_hidden_layers']}.") for name in unread
+    ), case
     assert bool(unread) == ("deepseek_v3" in case.family)  # vLLM serves without MTP layers
     padding = {
         buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
@@ -148,14 +167,20 @@ def _check(case: Case, host: Host, directory: Path, traced_before: Layout) -> No
     }
     if (case.family, case.layout) in PADDING:
         rows = PADDING[case.family, case.layout][host.rank]
-        assert padding == {name: [(first * 64, last * 64)] for name, (first, last) in rows.items()}, case
+        assert padding == {
+            name: [(first * 64, last * 64)] for name, (first, last) in rows.items()
+        }, case
 
 
 def _differences_of_shards(left: Layout, right: Layout) -> list[str]:
     """Return tensors with other boxes or places in two layouts, and buffers that differ."""
     tensors = {shard.region.tensor for shard in {*left.shards} ^ {*right.shards}}
     ids = left.buffers.keys() | right.buffers.keys()
-    changed = [buffer_id.name for buffer_id in ids if left.buffers.get(buffer_id) != right.buffers.get(buffer_id)]
+    changed = [
+        buffer_id.name
+        for buffer_id in ids
+        if left.buffers.get(buffer_id) != right.buffers.get(buffer_id)
+    ]
     return sorted(tensors) + sorted(changed)
 
 
@@ -185,7 +210,15 @@ def _numel_of_expert_groups(layout: Layout) -> list[int]:
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 STAGED = ("llama", "llama tied", "qwen3", "glm", "glm4", "gemma2", "gpt2", *WITH_EXPERTS)
-WHOLE = ("llama", "llama vocabulary without padding", "qwen2 tied", "glm", "gemma3", "gpt2", "deepseek_v3")
+WHOLE = (
+    "llama",
+    "llama vocabulary without padding",
+    "qwen2 tied",
+    "glm",
+    "gemma3",
+    "gpt2",
+    "deepseek_v3",
+)
 FIVE_LAYERS = {"num_hidden_layers": 5}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 SIX_LATENT_HEADS = {**SIX_HEADS, "num_key_value_heads": 6, "moe_intermediate_size": 48}
@@ -232,8 +265,8 @@ CASES = {
 }
 
 
-# Family and layout -> padding rows of each buffer by rank: 130 tokens in 192 rows. TP=2: rank 0 has 96 tokens, rank 1
-# has 34 and 62 rows.
+# Family and layout -> padding rows of each buffer by rank: 130 tokens in 192 rows. TP=2: rank 0 has
+# 96 tokens, rank 1 has 34 and 62 rows.
 PADDING: dict[tuple[str, str], list[dict[str, tuple[int, int]]]] = {
     ("llama", TP2): [{}, {EMBEDDING: HALF, HEAD: HALF}],
     ("llama tied", TP2): [{}, {EMBEDDING: HALF}],
@@ -246,5 +279,10 @@ LAYOUTS = {num_ranks: {case.layout: None for case in cases} for num_ranks, cases
 
 
 @on_engines(LAYOUTS)
-def test_weights_are_traced_as_computed_and_filled_like_a_native_load(tmp_path: Path, case: str) -> None:
-    check_cases(tmp_path, [of_layout for cases in CASES.values() for of_layout in cases if of_layout.layout == case])
+def test_weights_are_traced_as_computed_and_filled_like_a_native_load(
+    tmp_path: Path, case: str
+) -> None:
+    check_cases(
+        tmp_path,
+        [of_layout for cases in CASES.values() for of_layout in cases if of_layout.layout == case],
+    )

@@ -21,7 +21,13 @@ from hybrid_engine.backends.vllm.positions import (
     _rotary_embeddings_kept,
 )
 from hybrid_engine.backends.vllm.process_state import process_settings_kept
-from hybrid_engine.compute_check.attention import POSITIONS, Attention, attention_differences, grouped, unread_layers
+from hybrid_engine.compute_check.attention import (
+    POSITIONS,
+    Attention,
+    attention_differences,
+    grouped,
+    unread_layers,
+)
 from hybrid_engine.compute_check.config_reads import Read
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ModelError
@@ -38,21 +44,39 @@ from tests.zoo.megatron_models import running
 # Longer than the sequences of `check_compute`, so log-probabilities would not show windows.
 WINDOW = {"use_sliding_window": True, "sliding_window": 100}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SAME: dict[str, tuple[str, Values]] = {
     **{family: (family, {}) for family in FAMILIES},
     "llama 3.1": (
         "llama",
         {
             "rope_scaling": {
-                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                **{
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                },
                 "original_max_position_embeddings": 32,
             }
         },
     ),
     "deepseek_v3 with YaRN": (
         "deepseek_v3",
-        {"rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            "rope_scaling": {
+                **YARN,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
     ),
     "qwen2 with windows": ("qwen2", {**WINDOW, "max_window_layers": 0}),
     "qwen3_moe with windows": ("qwen3_moe", WINDOW),
@@ -65,7 +89,11 @@ DIFFERENT: dict[str, tuple[str, Values, str]] = {
     "llama, a foreign key": ("llama", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
     "llama, foreign keys": ("llama", {"sliding_window": 100, **MIXED}, f"in layer 1, {ONLY_VLLM}"),
     "glm4, a foreign key": ("glm4", {"sliding_window": 100}, f"in layers 0 to 1, {ONLY_VLLM}"),
-    "qwen3, one layer": ("qwen3", {**WINDOW, **MIXED, "max_window_layers": 2}, f"in layer 1, {ONLY_TRAINER}"),
+    "qwen3, one layer": (
+        "qwen3",
+        {**WINDOW, **MIXED, "max_window_layers": 2},
+        f"in layer 1, {ONLY_TRAINER}",
+    ),
     "qwen2_moe with windows": ("qwen2_moe", WINDOW, f"in layer 0, {ONLY_TRAINER}"),
     "qwen3_moe, one layer": ("qwen3_moe", {**WINDOW, **MIXED}, f"in layers 0 to 1, {ONLY_TRAINER}"),
 }
@@ -96,10 +124,15 @@ def vllm_readings(
             undo.enter_context(context)
         patch = undo.enter_context(pytest.MonkeyPatch.context())
         # Otherwise keys read only by vLLM are refused before layers exist.
-        patch.setattr("hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known", lambda self, **_: None)
+        patch.setattr(
+            "hybrid_engine.backends.vllm.config_reads.ConfigReads.require_known",
+            lambda self, **_: None,
+        )
         job = undo.enter_context(contextlib.closing(Job.join(60)))
         device_type = arguments.check_without_job(settings, job.rank)
-        config = arguments.engine_config(settings, 0, device_type, load_format="dummy", enforce_eager=True)
+        config = arguments.engine_config(
+            settings, 0, device_type, load_format="dummy", enforce_eager=True
+        )
         undo.callback(gc.collect)
         undo.callback(isolation.destroy_groups)
         undo.enter_context(_at_position(_position_of(job), settings, config))
@@ -108,7 +141,9 @@ def vllm_readings(
         reads = arguments.reads_of(config)
         reads._recorder.scan(model)
         reads.stop()
-        return live_attention(model, config.compilation_config.static_forward_context, positions), reads.reads
+        return live_attention(
+            model, config.compilation_config.static_forward_context, positions
+        ), reads.reads
 
 
 def read_transformers(directory: Path, change: Change = lambda model: None) -> dict[int, Attention]:
@@ -164,7 +199,9 @@ def test_changed_layers_are_found(tmp_path: Path, trainer: str) -> None:
 
 @on_engines(1)
 @pytest.mark.parametrize("name", [*SAME, *DIFFERENT])
-def test_both_trainers_read_the_attention_of_vllm_and_find_a_window_of_one_side(tmp_path: Path, name: str) -> None:
+def test_both_trainers_read_the_attention_of_vllm_and_find_a_window_of_one_side(
+    tmp_path: Path, name: str
+) -> None:
     family, changes, *differences = SAME.get(name) or DIFFERENT[name]
     write_config(tmp_path, config_of(family, changes))
     served = read_vllm(tmp_path)

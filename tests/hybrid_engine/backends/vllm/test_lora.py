@@ -69,7 +69,12 @@ def test_loras_compute_the_same_as_merged_weights(tmp_path: Path) -> None:
     plain = scores()
     engine.set_lora("policy", WIDE, first)
     engine.set_lora("judge", NARROW, other)
-    for name, expected in ((None, plain), ("policy", with_first), ("judge", with_other), ("policy", with_first)):
+    for name, expected in (
+        (None, plain),
+        ("policy", with_first),
+        ("judge", with_other),
+        ("policy", with_first),
+    ):
         check(name, expected)
     engine.set_lora("policy", WIDE, second)  # a new version
     check("policy", with_second)
@@ -79,18 +84,27 @@ def test_loras_compute_the_same_as_merged_weights(tmp_path: Path) -> None:
     engine.release()
     runner = internals.model_runner_of(engine.llm)
     support.fill_by_records(engine.adaptor, weights[0])
-    with mock.patch.object(runner, "reset_lora_state", side_effect=runner.reset_lora_state) as reset:
+    with mock.patch.object(
+        runner, "reset_lora_state", side_effect=runner.reset_lora_state
+    ) as reset:
         engine.wake_kv_cache()
     assert reset.call_count == 1, "vLLM's LoRA state must be reset once its memory is back"
     engine.reset_caches()
     check("judge", with_other)
     assert gap(scores("policy"), plain) > 0.1, "the LoRA must have an effect"
     engine.remove_lora("judge")
-    parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
+    parts = {
+        "llm": engine.llm,
+        "runner": runner,
+        "manager": runner.lora_manager,
+        "model": runner.model,
+    }
     living = {name: weakref.ref(part) for name, part in parts.items()}
     del runner, parts, reset
     _refuse_misuse(engine, first, tmp_path)
-    assert [name for name, part in living.items() if part() is not None] == [], "objects outlive the shutdown"
+    assert [name for name, part in living.items() if part() is not None] == [], (
+        "objects outlive the shutdown"
+    )
 
 
 def _build(path: str, **settings: int) -> InferenceEngine:
@@ -152,5 +166,7 @@ def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> Tenso
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             up = tensors[name.replace("lora_A", "lora_B")]
-            merged[f"{module}.weight"] = weights[f"{module}.weight"] + settings.alpha / settings.rank * (up @ down)
+            merged[f"{module}.weight"] = weights[
+                f"{module}.weight"
+            ] + settings.alpha / settings.rank * (up @ down)
     return merged

@@ -1,6 +1,8 @@
-"""Updates of vLLM 0.24's workers. That version is not installed here, so the worker is a stand-in of the same methods.
+"""Updates of vLLM 0.24's workers. That version is not installed here, so the worker is a stand-in
+of the same methods.
 
-`SERVER_PYTHON=<python of an environment with 0.24> pytest tests/hybrid_engine/serving/test_servers.py` runs real ones.
+`SERVER_PYTHON=<python of an environment with 0.24> pytest
+tests/hybrid_engine/serving/test_servers.py` runs real ones.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Receiver:
     return Receiver()
 
 
-def test_the_engine_updates_in_order_and_no_layer_is_reloaded(receiver: Receiver, older: Any) -> None:
+def test_the_engine_updates_in_order_and_no_layer_is_reloaded(
+    receiver: Receiver, older: Any
+) -> None:
     worker = ReloadingWorker(receiver)
     for version in ("3", "bad"):
         with pytest.raises(StateError, match="no update of the weights was started"):

@@ -74,8 +74,12 @@ def test_tracing_leaves_no_state(tmp_path: Path, case: Case) -> None:
 
 
 def _settings_of(case: Case, directory: Path) -> InferenceSettings:
-    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, quantization=case.quantization)
-    return InferenceSettings(support.write_config(directory, served_config(case.family)), case.sizes, generate)
+    generate = GenerateConfig(
+        max_model_len=64, max_num_seqs=8, kv_cache_mb=16, quantization=case.quantization
+    )
+    return InferenceSettings(
+        support.write_config(directory, served_config(case.family)), case.sizes, generate
+    )
 
 
 def _state() -> Values:
@@ -87,7 +91,9 @@ def _state() -> Values:
 
     load_general_plugins()  # plug-ins register once per process and stay
     return {
-        "vLLM's groups": [name for name, value in vars(parallel_state).items() if isinstance(value, kind)],
+        "vLLM's groups": [
+            name for name, value in vars(parallel_state).items() if isinstance(value, kind)
+        ],
         "vLLM's count of hosts": parallel_state._NODE_COUNT,
         "vLLM's names of groups": dict(parallel_state._groups),
         "vLLM's configuration": get_current_vllm_config_or_none(),
@@ -118,7 +124,9 @@ def _meta_tensors() -> int:
 
 
 @on_engines(2)
-def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_communicate(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_communicate(
+    tmp_path: Path,
+) -> None:
     case = TWO_RANKS[0]
     shapes = {**table_for(served_config(case.family)).shapes, "model.norm.weight": (7,)}
     job()
@@ -143,16 +151,22 @@ def test_a_wrong_shape_is_refused_without_residue_and_traced_groups_cannot_commu
 
 
 @on_engines(2, timeout=200)  # other than above: a launch of its own, without a job
-def test_a_position_without_a_job_is_that_of_a_job_and_is_refused_with_reasons(tmp_path: Path) -> None:
+def test_a_position_without_a_job_is_that_of_a_job_and_is_refused_with_reasons(
+    tmp_path: Path,
+) -> None:
     settings = _settings_of(TWO_RANKS[0], tmp_path / os.environ["RANK"])
     shapes = table_for(served_config("llama")).shapes
     trace = partial(planned_position, Position(1, 2, 1))
     with pytest.raises(ModelError, match=r"model\.norm\.weight \(7,\)"):
         trace(settings, {**shapes, "model.norm.weight": (7,)})
-    beyond_positions = replace(settings, generate=settings.generate.model_copy(update={"max_model_len": 4096}))
+    beyond_positions = replace(
+        settings, generate=settings.generate.model_copy(update={"max_model_len": 4096})
+    )
     with pytest.raises(ConfigError, match=r"max_model_len \(4096\)"):
         trace(beyond_positions, shapes)
-    refusal = pytest.raises(ModelError, match=r"no experts\. vLLM's class of the model requires that")
+    refusal = pytest.raises(
+        ModelError, match=r"no experts\. vLLM's class of the model requires that"
+    )
     with mock.patch.object(positions, "_model", side_effect=AssertionError("no experts")), refusal:
         trace(settings, shapes)
     assert not dist.is_initialized()  # no refusal left its group

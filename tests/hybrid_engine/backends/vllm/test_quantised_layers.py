@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # imports vLLM
 
 
 def layer(dtype: torch.dtype | None) -> torch.nn.Module:
-    """Return a linear layer as vLLM has processed it; a dtype of None: it has packed the weights."""
+    """Return a linear layer as vLLM has processed it; dtype None: it has packed the weights."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     module = torch.nn.Module()
@@ -26,8 +26,16 @@ def layer(dtype: torch.dtype | None) -> torch.nn.Module:
 
 
 def test_layers_that_are_left_out_are_named_or_refused(caplog: pytest.LogCaptureFixture) -> None:
-    quantised = {"fp8": layer(torch.float8_e4m3fn), "int8": layer(torch.int8), "packed": layer(torch.uint8)}
-    untouched = {"first": layer(torch.bfloat16), "second": layer(None), "norm": torch.nn.LayerNorm(2)}
+    quantised = {
+        "fp8": layer(torch.float8_e4m3fn),
+        "int8": layer(torch.int8),
+        "packed": layer(torch.uint8),
+    }
+    untouched = {
+        "first": layer(torch.bfloat16),
+        "second": layer(None),
+        "norm": torch.nn.LayerNorm(2),
+    }
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         require_quantised(quantised, "some_method", logs=True)
         require_quantised({**quantised, **untouched}, "some_method", logs=False)
@@ -35,5 +43,7 @@ def test_layers_that_are_left_out_are_named_or_refused(caplog: pytest.LogCapture
         require_quantised({**quantised, **untouched}, "some_method", logs=True)
     (message,) = caplog.messages
     assert "some_method leaves 2 of 5 layers as they are: first, second" in message
-    with pytest.raises(ConfigError, check=has_violation("quantization", "quantises-nothing", "some_method", "2")):
+    with pytest.raises(
+        ConfigError, check=has_violation("quantization", "quantises-nothing", "some_method", "2")
+    ):
         require_quantised(untouched, "some_method", logs=True)

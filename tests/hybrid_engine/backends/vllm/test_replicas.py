@@ -43,9 +43,13 @@ def test_replicas_are_independent(tmp_path: Path) -> None:
     assert (engine.place.dp_rank, engine.place.pp_rank, engine.place.tp_rank) == (rank, 0, 0)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     num_prompts = 1 + 2 * rank  # unequal numbers; below, one replica has no prompts
-    assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [num_prompts] * 2
+    assert [len(engine.generate(PROMPTS[:num_prompts], FOUR)) for _ in range(2)] == [
+        num_prompts
+    ] * 2
     assert len(engine.generate(PROMPTS if rank == 0 else [], FOUR)) == (3 if rank == 0 else 0)
-    first, second = of_all_ranks([completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]])
+    first, second = of_all_ranks(
+        [completion.token_ids for completion in engine.generate(PROMPTS[:1], FOUR)[0]]
+    )
     assert first != second
     _fail_on_one(engine)
     stop_everywhere = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
@@ -60,7 +64,9 @@ def _refuse_builds(path: str, base: Path) -> None:
     """Refuse sizes, architectures and tensors that vLLM does not take, also on one rank."""
     shapes = checkpoint_shapes(support.LLAMA)
     misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
-    unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
+    unknown = support.write_config(
+        base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]}
+    )
     on_one = (ModelError, "0.mlp") if job().rank == 1 else (RemoteError, "rank 1")
     for where, tensors, chosen, kind, message in (
         (path, shapes, sizes(expert=2), ConfigError, "Number of experts"),
@@ -76,13 +82,20 @@ def _fail_on_one(engine: InferenceEngine) -> None:
     """Fail one of two replicas half-way: both calls end, and the next call is unaffected."""
 
     def sample() -> list[Any]:
-        return [[completion.token_ids for completion in row] for row in engine.generate_over_replicas(PROMPTS, FOUR)]
+        return [
+            [completion.token_ids for completion in row]
+            for row in engine.generate_over_replicas(PROMPTS, FOUR)
+        ]
 
     restart(engine, 5)
     expected = sample()
     restart(engine, 5)
-    with failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.place.dp_rank == 1 else 1000):
-        assert error_of(sample) == ("GenerationError" if engine.place.dp_rank == 1 else "RemoteError")
+    with failing(
+        engine.llm.llm_engine, "step", MemoryError, after=2 if engine.place.dp_rank == 1 else 1000
+    ):
+        assert error_of(sample) == (
+            "GenerationError" if engine.place.dp_rank == 1 else "RemoteError"
+        )
     assert sample() == expected
 
 

@@ -24,7 +24,13 @@ from hybrid_engine.backends.vllm.prompts import (
     in_form_of,
     token_ids_of,
 )
-from hybrid_engine.backends.vllm.requests import Request, asked_for, require_answers, sampling_params, zero_caches
+from hybrid_engine.backends.vllm.requests import (
+    Request,
+    asked_for,
+    require_answers,
+    sampling_params,
+    zero_caches,
+)
 from hybrid_engine.errors import ArgumentError, ConfigError, ModelError, StateError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.messages import decode
@@ -139,12 +145,16 @@ def test_every_prompt_has_its_own_sampling() -> None:
 
     samplings = [
         Sampling(n=2, seed=3),
-        SamplingParams(temperature=np.float64(0.0), logit_bias={np.int64(5): np.float32(1)}, stop=["x"]),
+        SamplingParams(
+            temperature=np.float64(0.0), logit_bias={np.int64(5): np.float32(1)}, stop=["x"]
+        ),
         Sampling(seed=4),
     ]
     parameters = asked_for(samplings, 3, sampling_params)
     streams = seeded(parameters, [[5]] * 3)
-    assert [params.seed for params in parameters] == [3, None, 4], "a sampling that prompts may share must not change"
+    assert [params.seed for params in parameters] == [3, None, 4], (
+        "a sampling that prompts may share must not change"
+    )
     assert [params.seed is None for params in streams] == [False, True, False]
     for params, stream in zip(parameters, streams, strict=True):
         received = decode(Request.of([5], stream).sampling, SamplingParams)
@@ -215,7 +225,8 @@ def without_hints(city):  # type: ignore[no-untyped-def]
 SHOWN = (
     "{% for tool in tools or [] %}{{ tool.function.parameters.properties | length }} {% endfor %}"
     "{% if is_brief %}6 {% endif %}"
-    "{% for message in messages %}7 {{ message['content'] }} {% if not loop.last %}5 {% endif %}{% endfor %}"
+    "{% for message in messages %}7 {{ message['content'] }} {% if not loop.last "
+    "%}5 {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}8{% endif %}"
 )
 
@@ -238,7 +249,9 @@ SHOWN = (
     ],
     ids=without_addresses,
 )
-def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_ids: list[int]) -> None:
+def test_a_template_gets_tools_and_variables(
+    tmp_path: Path, chat: Any, token_ids: list[int]
+) -> None:
     save_numbers(tmp_path, SHOWN)
     assert token_ids_of([CHAT], ModelTokenizer(str(tmp_path)), None, chat) == [token_ids]
 
@@ -250,7 +263,11 @@ def test_a_template_gets_tools_and_variables(tmp_path: Path, chat: Any, token_id
         ([[1]], {"temperature": 1}, [("temperature", "unknown-argument")]),
         ([[1]], {"sampling_params": 1}, [("sampling_params", "unknown-argument")]),
         (torch.tensor([[1]]), {"chat_template_kwargs": {}, "tools": []}, []),
-        (torch.tensor([[1]]), {"chat_template_kwargs": {"x": 1}}, [("chat_template_kwargs", "argument-of-chats")]),
+        (
+            torch.tensor([[1]]),
+            {"chat_template_kwargs": {"x": 1}},
+            [("chat_template_kwargs", "argument-of-chats")],
+        ),
         (
             ["1"],
             {"tools": [weather], "continue_final_message": True},
@@ -389,7 +406,9 @@ def test_completions_have_the_form_of_their_prompts(tokenizer: ModelTokenizer) -
 
 def test_images_with_another_number_of_tokens_in_vllm_are_named() -> None:
     output = SimpleNamespace(prompt_token_ids=[1, 9, 9], outputs=[None])
-    request = Request.of(ImagePrompt([1, 9, 9, 9], [1, 9], [Image.new("RGB", (1, 1))], {}), Sampling())
+    request = Request.of(
+        ImagePrompt([1, 9, 9, 9], [1, 9], [Image.new("RGB", (1, 1))], {}), Sampling()
+    )
     with refused(ModelError, "image-tokens-differ", "has 4 tokens", "3 by vLLM"):
         require_answers([output], [request], [1])
 
@@ -403,6 +422,8 @@ def test_every_byte_of_every_kind_of_cache_is_zeroed() -> None:
     layers = {str(number): SimpleNamespace(kv_cache=cache) for number, cache in enumerate(caches)}
     config = SimpleNamespace(static_forward_context={**layers, "without": SimpleNamespace()})
     # `held` is in no layer, only in the runner.
-    runner = SimpleNamespace(kv_caches=[attention, held], vllm_config=SimpleNamespace(compilation_config=config))
+    runner = SimpleNamespace(
+        kv_caches=[attention, held], vllm_config=SimpleNamespace(compilation_config=config)
+    )
     zero_caches(runner)
     assert not any(tensor.any() for tensor in (memory, convolution, state, draft, held))

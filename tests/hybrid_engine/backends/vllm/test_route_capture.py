@@ -1,4 +1,6 @@
-"""Experts of each token that vLLM returns, however the token was computed (`generate_config.router_replay`)."""
+"""Experts of each token that vLLM returns, however the token was computed
+(`generate_config.router_replay`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tests.harness.errors import has_violations
 from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.asking import build, sizes
-from tests.hybrid_engine.backends.vllm.support import QWEN3_MOE, random_weights, write_by_records, write_config
+from tests.hybrid_engine.backends.vllm.support import (
+    QWEN3_MOE,
+    random_weights,
+    write_by_records,
+    write_config,
+)
 
 MODEL = {**QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [0]}
 # The first two share a prefix of a block; together they need more blocks than there are.
@@ -56,13 +63,16 @@ def experts_of(completion: Completion) -> torch.Tensor:
 
 
 def check_experts(path: Path, tensor: int, arguments: Values, sampling: Sampling = DRAWN) -> int:
-    """Complete the prompts twice, the second time with cached prefixes, and compare with a computation at once.
+    """Complete the prompts twice, the second time with cached prefixes, and compare with a
+    computation at once.
 
     Returns the number of preempted sequences of the first time.
     """
     with engine(path, sizes=sizes(tensor=tensor), vllm=arguments) as built:
         scheduler = internals.core_of(built.llm).scheduler
-        with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
+        with mock.patch.object(
+            scheduler, "_preempt_request", wraps=scheduler._preempt_request
+        ) as preempt:
             completions = [group[0] for group in built.generate(PROMPTS, sampling)]
             num_preempted = preempt.call_count
             completions += [group[0] for group in built.generate(PROMPTS, sampling)]
@@ -85,16 +95,24 @@ def check_experts(path: Path, tensor: int, arguments: Values, sampling: Sampling
 
 def computed_at_once(built: InferenceEngine, sequence: Sequence[int]) -> torch.Tensor:
     built.reset_caches()
-    ((completion,),) = built.generate([sequence], Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
+    ((completion,),) = built.generate(
+        [sequence], Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+    )
     return experts_of(completion)[:-1]
 
 
-CASES = {"plenty of memory": ({}, DRAWN), "little memory": (SQUEEZED, DRAWN), "drafts": (DRAFTS, LIKELIEST)}
+CASES = {
+    "plenty of memory": ({}, DRAWN),
+    "little memory": (SQUEEZED, DRAWN),
+    "drafts": (DRAFTS, LIKELIEST),
+}
 
 
 @on_engines(1, timeout=600)
 @pytest.mark.parametrize("name", CASES)
-def test_every_computed_token_has_the_experts_of_a_computation_at_once(tmp_path: Path, name: str) -> None:
+def test_every_computed_token_has_the_experts_of_a_computation_at_once(
+    tmp_path: Path, name: str
+) -> None:
     """Also with chunks of prompts, cached prefixes and preempted sequences."""
     num_preempted = check_experts(tmp_path, 1, *CASES[name])
     assert (num_preempted > 0) == (name == "little memory")
@@ -118,7 +136,10 @@ def test_a_failed_call_leaves_no_experts(tmp_path: Path) -> None:
             step()
             raise RuntimeError("injected")
 
-        with mock.patch.object(built.llm.llm_engine, "step", fail), pytest.raises(RuntimeError, match="injected"):
+        with (
+            mock.patch.object(built.llm.llm_engine, "step", fail),
+            pytest.raises(RuntimeError, match="injected"),
+        ):
             built.generate(PROMPTS, LIKELIEST)
         refusal = has_violations(("sampling.routed_experts_prompt_start", "not-supported"))
         with pytest.raises(ArgumentError, check=refusal):

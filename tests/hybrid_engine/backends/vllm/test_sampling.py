@@ -42,12 +42,16 @@ prompt_lists = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max
 
 
 @given(calls=st.lists(st.tuples(st.integers(0, 3), prompt_lists), min_size=2, max_size=4))
-def test_a_stream_depends_on_seed_prompt_and_repetition(calls: list[tuple[int, list[list[int]]]]) -> None:
+def test_a_stream_depends_on_seed_prompt_and_repetition(
+    calls: list[tuple[int, list[list[int]]]],
+) -> None:
     by_key: dict[tuple[int, tuple[int, ...], int], int] = {}
     for seed, prompts in calls:
         num_before: Counter[tuple[int, ...]] = Counter()
         streams = seeded([Sampling(seed=seed)] * len(prompts), prompts)
-        for prompt, stream in zip(map(tuple, prompts), (sampling.seed for sampling in streams), strict=True):
+        for prompt, stream in zip(
+            map(tuple, prompts), (sampling.seed for sampling in streams), strict=True
+        ):
             assert stream is not None
             assert by_key.setdefault((seed, prompt, num_before[prompt]), stream) == stream
             num_before[prompt] += 1
@@ -78,7 +82,9 @@ def draw(path: Path) -> dict[str, Drawn]:
         return [[completion.token_ids for completion in group] for group in groups]
 
     indices = range(4)[job().rank :: job().world_size]
-    ranks_prompts = [[PROMPTS[0], PROMPTS[1]], [PROMPTS[0], PROMPTS[2], PROMPTS[0]]][: job().world_size]
+    ranks_prompts = [[PROMPTS[0], PROMPTS[1]], [PROMPTS[0], PROMPTS[2], PROMPTS[0]]][
+        : job().world_size
+    ]
     # Padding on the left.
     padded = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
     outcomes = {
@@ -92,8 +98,13 @@ def draw(path: Path) -> dict[str, Drawn]:
         "no seed": drawn(PROMPTS, replace(SAMPLING, seed=None)),
         "a list": drawn(PROMPTS, [SAMPLING] * 4),
         "samplings": drawn(PROMPTS, SAMPLINGS),
-        "one by one": [drawn([prompt], sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)],
-        "lists of ranks": drawn([PROMPTS[i] for i in indices], [SAMPLINGS[i] for i in indices], data="local"),
+        "one by one": [
+            drawn([prompt], sampling)[0]
+            for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+        ],
+        "lists of ranks": drawn(
+            [PROMPTS[i] for i in indices], [SAMPLINGS[i] for i in indices], data="local"
+        ),
         "local": drawn(ranks_prompts[job().rank], data="local"),
         "of all ranks": drawn([prompt for prompts in ranks_prompts for prompt in prompts]),
     }
@@ -145,8 +156,12 @@ def test_completions_do_not_depend_on_replicas(alone: dict[str, Drawn], tmp_path
 @on_engines(1, timeout=600)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_completions_do_not_depend_on_parts_of_prompts(alone: dict[str, Drawn], tmp_path: Path) -> None:
-    """On a CPU, vLLM cannot move the generator of a request back after a part; a step computes at most 8 tokens."""
+def test_completions_do_not_depend_on_parts_of_prompts(
+    alone: dict[str, Drawn], tmp_path: Path
+) -> None:
+    """On a CPU, vLLM cannot move the generator of a request back after a part; a step computes at
+    most 8 tokens.
+    """
     engine = build_filled(tmp_path, vllm={"max_num_batched_tokens": 8})
     groups = engine.generate_over_replicas(PROMPTS, SAMPLING)
     engine.shutdown()
@@ -166,12 +181,23 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(tmp_path: Path)
         assert completion.temperature == (sampling.temperature or 1.0)
         sequence = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
         with torch.no_grad():
-            logits = model(sequence).logits[0, len(completion.prompt_token_ids) - 1 : -1] / completion.temperature
+            logits = (
+                model(sequence).logits[0, len(completion.prompt_token_ids) - 1 : -1]
+                / completion.temperature
+            )
         # Smallest logit within top-k.
         least = logits.topk(sampling.top_k or logits.shape[-1], dim=-1).values[:, -1:]
-        expected = logits.where(logits >= least, -torch.inf).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
+        expected = (
+            logits.where(logits >= least, -torch.inf)
+            .log_softmax(-1)
+            .gather(-1, sequence[0, -8:, None])[:, 0]
+        )
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
         # Log-probabilities of the unmodified logits would fail the comparison.
-        plain = (logits * completion.temperature).log_softmax(-1).gather(-1, sequence[0, -8:, None])[:, 0]
+        plain = (
+            (logits * completion.temperature)
+            .log_softmax(-1)
+            .gather(-1, sequence[0, -8:, None])[:, 0]
+        )
         assert bool(((expected - plain).abs() > 0.01).any()) == (completion.temperature != 1)
     engine.shutdown()

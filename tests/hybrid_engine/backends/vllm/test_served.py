@@ -64,8 +64,12 @@ def server() -> RecordingServer:
 @pytest.fixture
 def inference(server: RecordingServer) -> Iterator[ServedInference]:
     generate = {"servers": ["http://127.0.0.1:1"], "max_model_len": LONGEST}
-    config = load_config({"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1)
-    with closing(Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))) as job:
+    config = load_config(
+        {"model": str(MODEL), "random_weights": True, "generate_config": generate}, world_size=1
+    )
+    with closing(
+        Job.join(60, world=World(dist.HashStore(), 0, 1), device=torch.device("cpu"))
+    ) as job:
         inference = ServedInference(config, job)
         inference._servers = [server]  # type: ignore[list-item]
         inference._publisher = SimpleNamespace(drawn_with=WEIGHTS)  # type: ignore[assignment]
@@ -87,7 +91,9 @@ def inference(server: RecordingServer) -> Iterator[ServedInference]:
             ignore_eos=True,
             min_tokens=2,
         ),
-        Sampling(temperature=0.0, min_p=0.1, repetition_penalty=1.1, stop_token_ids=(4, 5), max_tokens=3),
+        Sampling(
+            temperature=0.0, min_p=0.1, repetition_penalty=1.1, stop_token_ids=(4, 5), max_tokens=3
+        ),
     ],
     ids=["default", "unlimited", "drawn", "greedy"],
 )
@@ -99,7 +105,10 @@ def test_requests_to_a_server_equal_sampling_in_this_process(
 
     inference.generate_over_replicas(PROMPTS, sampling)
     expected = sampling_params(sampling)
-    compared = {field.name for field in fields(Sampling)} - {"max_tokens", "seed"} | MODEL_DEFAULTS.keys()
+    compared = {field.name for field in fields(Sampling)} - {
+        "max_tokens",
+        "seed",
+    } | MODEL_DEFAULTS.keys()
     bodies = sorted(server.bodies, key=lambda body: PROMPTS.index(body["prompt"]))
     assert [body["prompt"] for body in bodies] == PROMPTS
     for body, seeded_sampling in zip(bodies, seeded([sampling] * 2, PROMPTS), strict=True):
@@ -122,11 +131,18 @@ def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
     assert inference.switch(None, None)["allow_public"] is is_allowed  # type: ignore[arg-type, index]
 
 
-def test_single_completions_alternate_between_servers(inference: ServedInference, server: RecordingServer) -> None:
+def test_single_completions_alternate_between_servers(
+    inference: ServedInference, server: RecordingServer
+) -> None:
     second = RecordingServer()
     inference._servers = [server, second]  # type: ignore[list-item]
-    drawn = [inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5)) for prompt in PROMPTS]
-    assert [completion.prompt_token_ids for completion in drawn] == [tuple(prompt) for prompt in PROMPTS]
+    drawn = [
+        inference.complete_one(prompt, Sampling(n=3, max_tokens=4, temperature=0.5))
+        for prompt in PROMPTS
+    ]
+    assert [completion.prompt_token_ids for completion in drawn] == [
+        tuple(prompt) for prompt in PROMPTS
+    ]
     assert [completion.token_ids for completion in drawn] == [(7,), (7,)]
     assert [body["prompt"] for body in (*server.bodies, *second.bodies)] == PROMPTS
     assert [body["n"] for body in server.bodies] == [1]
@@ -134,11 +150,21 @@ def test_single_completions_alternate_between_servers(inference: ServedInference
         inference.complete_one(PROMPTS[0], Sampling(max_tokens=LONGEST))
 
 
-def test_every_prompt_is_sent_with_its_sampling(inference: ServedInference, server: RecordingServer) -> None:
-    inference.generate_over_replicas(PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)])
+def test_every_prompt_is_sent_with_its_sampling(
+    inference: ServedInference, server: RecordingServer
+) -> None:
+    inference.generate_over_replicas(
+        PROMPTS, [Sampling(max_tokens=3), Sampling(n=2, max_tokens=2, seed=5)]
+    )
     (of_second,) = seeded([Sampling(seed=5)], PROMPTS[1:])
-    requests = sorted((body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies)
+    requests = sorted(
+        (body["prompt"], body["n"], body["max_tokens"], body.get("seed")) for body in server.bodies
+    )
     assert requests == [(PROMPTS[1], 2, 2, of_second.seed), (PROMPTS[0], 1, 3, None)]
-    wrong = [("sampling", "wrong-length"), ("sampling[0]", "not-over-http"), ("sampling[2]", "not-over-http")]
+    wrong = [
+        ("sampling", "wrong-length"),
+        ("sampling[0]", "not-over-http"),
+        ("sampling[2]", "not-over-http"),
+    ]
     with violated(ArgumentError, *wrong):
         inference.generate_over_replicas(PROMPTS, [5, Sampling(), "x"])  # type: ignore[arg-type]

@@ -49,7 +49,9 @@ def test_quantisation_over_two_ranks(tmp_path: Path) -> None:
     engine_path = support.write_config(tmp_path / "config", config)
     moe = support.write_config(tmp_path / "experts", support.QWEN3_MOE)
 
-    def build_with(quantization: str | None, where: str = engine_path, model: dict[str, Any] = config) -> Any:
+    def build_with(
+        quantization: str | None, where: str = engine_path, model: dict[str, Any] = config
+    ) -> Any:
         return build(where, model, sizes=sizes(tensor=2), quantization=quantization)
 
     fp8 = _serve(build_with("fp8_per_channel"), weights, path, "torch.float8_e4m3fn")
@@ -97,7 +99,9 @@ def test_releases_free_memory_and_keep_the_settings_of_torch(tmp_path: Path) -> 
     engine.reset_caches()
     engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
     settings.append(ProcessSettings.now())
-    support.write_by_records(engine.adaptor, {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan})
+    support.write_by_records(
+        engine.adaptor, {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan}
+    )
     for call in (
         lambda: engine.generate([[1, 2, 3]], Sampling(n=2, max_tokens=2)),
         lambda: engine.prompt_logprobs([[1, 2, 3]]),
@@ -129,9 +133,16 @@ def test_vllm_accepts_the_documented_limits_of_every_field_of_sampling() -> None
     }
     tried = [
         Sampling(temperature=0),
-        *(Sampling(min_p=value, repetition_penalty=penalty) for value in (0, 1.0) for penalty in (1e-9, 1, 1e9)),
+        *(
+            Sampling(min_p=value, repetition_penalty=penalty)
+            for value in (0, 1.0)
+            for penalty in (1e-9, 1, 1e9)
+        ),
         *(Sampling(stop=stop, min_tokens=least) for stop in ((), ("x", " ")) for least in (0, 16)),
-        *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
+        *(
+            Sampling(**dict(zip(extremes, values, strict=True)))
+            for values in itertools.product(*extremes.values())
+        ),
     ]
     assert all(sampling_params(sampling).n == sampling.n for sampling in tried)
 
@@ -156,7 +167,10 @@ def _serve(
     filled = support.fill_by_records(engine.adaptor, weights[-1])
     engine.reset_caches()
     assert support.differences(filled, native) == []
-    assert str(internals.model_runner_of(engine.llm).model.model.layers[0].mlp.down_proj.weight.dtype) == dtype
+    assert (
+        str(internals.model_runner_of(engine.llm).model.model.layers[0].mlp.down_proj.weight.dtype)
+        == dtype
+    )
     assert answers_of(engine) == answers
     engine.shutdown()
     return answers

@@ -1,6 +1,7 @@
 """Switches of a real vLLM, alone and over two ranks, compared bitwise with vLLM's own load.
 
-Three switches with changing weights on one engine. The matrix (tools/verify) compares answers with transformers.
+Three switches with changing weights on one engine. The matrix (tools/verify) compares answers with
+transformers.
 """
 
 from __future__ import annotations
@@ -57,13 +58,18 @@ def check_switches(base: Path, num_tp: int) -> None:
     set_num_threads = torch.set_num_threads
     config = support.QWEN3
     weights = [support.random_weights(config, seed) for seed in range(3)]
-    checkpoints = [support.write_checkpoint(base / f"weights{i}", config, values) for i, values in enumerate(weights)]
+    checkpoints = [
+        support.write_checkpoint(base / f"weights{i}", config, values)
+        for i, values in enumerate(weights)
+    ]
     torch.manual_seed(7)
     random_state = torch.get_rng_state()
     before = shared_mappings()  # those of an earlier engine stay until the process ends
     # In the reverse order gathers must follow positions instead of ranks.
     order = tuple(reversed(range(num_tp)))
-    engine = build(checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
+    engine = build(
+        checkpoints[0], config, sizes=sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS
+    )
     _check_shared_memory(engine, before, num_tp)
     with refused(StateError, "weights-uncommitted"):
         drawn(engine)
@@ -84,12 +90,18 @@ def check_switches(base: Path, num_tp: int) -> None:
     assert engine.generate([], SAMPLING) == []
     with pytest.raises(ArgumentError) as caught:
         engine.generate([[], [1] * 60, [500]], SAMPLING)
-    assert [key for key, _ in violations_of(caught.value)] == ["prompts[0]", "prompts[1]", "prompts[2]"]
+    assert [key for key, _ in violations_of(caught.value)] == [
+        "prompts[0]",
+        "prompts[1]",
+        "prompts[2]",
+    ]
 
     adaptor = engine.adaptor
     assert engine.place.tp_rank == num_tp - 1 - job().rank
     assert adaptor.resident_nbytes() == adaptor.nbytes > 0
-    assert not adaptor._processed.barrier.is_collective, "vLLM's processing on CPU must not communicate"
+    assert not adaptor._processed.barrier.is_collective, (
+        "vLLM's processing on CPU must not communicate"
+    )
     engine.release()
     assert adaptor.resident_nbytes() == 0
     with refused(StateError, "weights-released"):
@@ -100,7 +112,9 @@ def check_switches(base: Path, num_tp: int) -> None:
     support.fill_by_records(adaptor, weights[2])
     engine.reset_caches()
     assert answers_of(engine) == answers
-    assert torch.equal(random_state, torch.get_rng_state()), "vLLM changed the random state of training"
+    assert torch.equal(random_state, torch.get_rng_state()), (
+        "vLLM changed the random state of training"
+    )
 
     engine.shutdown()
     engine.shutdown()
@@ -147,13 +161,27 @@ PLACES: dict[str, tuple[Callable[[InferenceEngine], Any], str, type[BaseExceptio
     "adding": (lambda engine: internals.core_of(engine.llm), "add_request", MemoryError),
     "step": (lambda engine: engine.llm.llm_engine, "step", MemoryError),
     "forward": (lambda engine: internals.model_runner_of(engine.llm).model, "forward", MemoryError),
-    "sampling": (lambda engine: internals.model_runner_of(engine.llm), "sample_tokens", MemoryError),
-    "bookkeeping": (lambda engine: internals.core_of(engine.llm).scheduler, "update_from_output", MemoryError),
-    "Ctrl-C": (lambda engine: internals.core_of(engine.llm).scheduler, "schedule", KeyboardInterrupt),
+    "sampling": (
+        lambda engine: internals.model_runner_of(engine.llm),
+        "sample_tokens",
+        MemoryError,
+    ),
+    "bookkeeping": (
+        lambda engine: internals.core_of(engine.llm).scheduler,
+        "update_from_output",
+        MemoryError,
+    ),
+    "Ctrl-C": (
+        lambda engine: internals.core_of(engine.llm).scheduler,
+        "schedule",
+        KeyboardInterrupt,
+    ),
 }
 
 
-def _fail_at(engine: InferenceEngine, place: str, first: Drawn, long: Any, answers: Answers) -> None:
+def _fail_at(
+    engine: InferenceEngine, place: str, first: Drawn, long: Any, answers: Answers
+) -> None:
     """End a call half-way, inside vLLM or by Ctrl-C; later calls must be unaffected."""
     owner, method, error = PLACES[place]
     restart(engine, SEED)
@@ -170,7 +198,9 @@ def _leave_unfinished_state(engine: InferenceEngine) -> None:
     """Leave a foreign request, then blocks of the KV cache; clean up at the end."""
     from vllm import SamplingParams
 
-    engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
+    engine.llm.llm_engine.add_request(
+        "foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False)
+    )
     for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.reset_caches, engine.release):
         with refused(StateError, "unfinished-requests", "1 ", "abandon_requests()"):
             call()

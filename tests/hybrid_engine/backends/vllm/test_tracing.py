@@ -9,7 +9,12 @@ import torch
 
 from hybrid_engine.backends.vllm.weights.groups import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import build_layout
-from hybrid_engine.backends.vllm.weights.tracing import Trace, flat_view, take_inventory, trace_loader
+from hybrid_engine.backends.vllm.weights.tracing import (
+    Trace,
+    flat_view,
+    take_inventory,
+    trace_loader,
+)
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.records.layout import Extent, Layout
@@ -40,7 +45,9 @@ class Model(torch.nn.Module):
 def _trace(model: Model) -> tuple[Trace, Callable[[], Layout]]:
     trace = trace_loader(model.load_weights, SHAPES, DTYPES)
     storages = take_inventory(model, {copy.storage for copy in trace.copies})
-    groups = {storage.name: "" for storage in storages} | {STAGED + name: "" for name in trace.staged}
+    groups = {storage.name: "" for storage in storages} | {
+        STAGED + name: "" for name in trace.staged
+    }
     return trace, lambda: build_layout(3, SHAPES, DTYPES, storages, trace, {}, groups)
 
 
@@ -92,8 +99,12 @@ def _contiguous(model: Model, weights: TensorDict) -> None:
 def _reshaped(model: Model, weights: TensorDict) -> None:
     """Like the rows of Llama 4's heads: a reshape of a permuted view, which must copy."""
     rows = [weights[name].view(2, 2, 6).permute(1, 0, 2).reshape(4, 6) for name in SHAPES]
-    model.w.data.view(2, 2, 2, 6)[model.tp_rank].copy_(rows[0].view(2, 2, 6).transpose(0, 1).reshape(2, 2, 6))
-    model.w.data[4 * (1 - model.tp_rank) :][:4].copy_(rows[1][:, :1].expand(4, 6).clone().view(4, 6))
+    model.w.data.view(2, 2, 2, 6)[model.tp_rank].copy_(
+        rows[0].view(2, 2, 6).transpose(0, 1).reshape(2, 2, 6)
+    )
+    model.w.data[4 * (1 - model.tp_rank) :][:4].copy_(
+        rows[1][:, :1].expand(4, 6).clone().view(4, 6)
+    )
 
 
 def _clone_of_a_permuted_view(model: Model, weights: TensorDict) -> None:
@@ -168,7 +179,9 @@ def _changed_clone(model: Model, weights: TensorDict) -> None:
         *(_zeroed_afterwards, _changed_clone),
     ],
 )
-def test_computed_weights_are_written_by_the_loader_at_every_reshard(load: Load, tp_rank: int) -> None:
+def test_computed_weights_are_written_by_the_loader_at_every_reshard(
+    load: Load, tp_rank: int
+) -> None:
     model = Model(load, tp_rank=tp_rank)
     trace, layout = _trace(model)
     is_exact = load is _zeroed_afterwards and not tp_rank
@@ -176,7 +189,8 @@ def test_computed_weights_are_written_by_the_loader_at_every_reshard(load: Load,
     assert trace.staged == (() if is_exact else ("a", "b"))
     for seed in range(2):
         weights = {
-            name: torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for name, shape in SHAPES.items()
+            name: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            for name, shape in SHAPES.items()
         }
         _reshard(model, trace, layout(), weights)
         assert torch.equal(model.w, _loaded(load, weights, tp_rank))
@@ -200,11 +214,19 @@ def test_every_uncovered_parameter_is_named_with_both_sizes() -> None:
     with pytest.raises(ParameterMismatchError) as caught:
         _trace(Model(_half, with_v=True))[1]()
     half, empty = caught.value.findings
-    assert "w: a vLLM parameter without a source: checkpoint tensors fill 24 (from a) of its 48 elements" in half
-    assert "v: a vLLM parameter without a source: checkpoint tensors fill 0 (nothing offered) of its 6" in empty
+    assert (
+        "w: a vLLM parameter without a source: checkpoint tensors fill 24 (from a) "
+        "of its 48 elements" in half
+    )
+    assert (
+        "v: a vLLM parameter without a source: checkpoint tensors fill 0 (nothing offered) of its 6"
+        in empty
+    )
 
 
-@pytest.mark.parametrize(("load", "message"), [(_overlap, "same elements"), (_astray, "not a parameter or buffer")])
+@pytest.mark.parametrize(
+    ("load", "message"), [(_overlap, "same elements"), (_astray, "not a parameter or buffer")]
+)
 def test_ambiguous_and_stray_copies_are_refused(load: Load, message: str) -> None:
     with pytest.raises(ParameterMismatchError, match=message):
         _trace(Model(load))[1]()
@@ -214,7 +236,9 @@ def test_declared_padding_is_counted_and_recorded() -> None:
     model = Model(_half)
     trace = trace_loader(model.load_weights, SHAPES, DTYPES)
     storages = take_inventory(model, ())
-    layout = build_layout(0, SHAPES, DTYPES, storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
+    layout = build_layout(
+        0, SHAPES, DTYPES, storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"}
+    )
     (buffer,) = layout.buffers.values()
     assert buffer.padding == (Extent(24, 48),)
     assert buffer.group == "group"

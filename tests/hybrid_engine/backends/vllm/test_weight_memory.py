@@ -48,7 +48,9 @@ def memory(vllm: SleepingVllm) -> SleepMode:
 
 
 @pytest.mark.slow  # imports vLLM
-def test_module_tensors_leave_the_memory_of_weights(vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_tensors_leave_the_memory_of_weights(
+    vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ModuleType("imported_while_weights_are_loaded")
     module.table = table = vllm.over("second", 0)
     table.copy_(torch.arange(table.numel()))  # like the table of FP4 values in compressed_tensors
@@ -102,7 +104,11 @@ def unknown_tensor(vllm: SleepingVllm) -> None:
     ],
 )
 def test_segments_with_anything_else_stay(
-    vllm: SleepingVllm, memory: SleepMode, change: Callable[[SleepingVllm], None], derived: list[str], asleep: list[str]
+    vllm: SleepingVllm,
+    memory: SleepMode,
+    change: Callable[[SleepingVllm], None],
+    derived: list[str],
+    asleep: list[str],
 ) -> None:
     change(vllm)
     memory.free(vllm.live)
@@ -147,7 +153,9 @@ def test_the_kv_cache_is_freed_while_weights_stay(vllm: SleepingVllm, memory: Sl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asleep", [[], ["kv"], ALL])
-def test_the_next_engine_gets_memory_after_the_end(vllm: SleepingVllm, memory: SleepMode, asleep: list[str]) -> None:
+def test_the_next_engine_gets_memory_after_the_end(
+    vllm: SleepingVllm, memory: SleepMode, asleep: list[str]
+) -> None:
     if asleep == ALL:
         memory.free(vllm.live)
     elif asleep:
@@ -166,7 +174,9 @@ def test_the_next_engine_gets_memory_after_the_end(vllm: SleepingVllm, memory: S
 
 
 @pytest.mark.slow
-def test_segments_released_by_vllm_end_with_their_pool(vllm: SleepingVllm, memory: SleepMode) -> None:
+def test_segments_released_by_vllm_end_with_their_pool(
+    vllm: SleepingVllm, memory: SleepMode
+) -> None:
     vllm.add("free after loading", "weights")
     vllm.trim("free after loading")  # vLLM does so after loading
     memory.free(vllm.live)
@@ -203,7 +213,9 @@ CACHE_GRANULE = 4
 
 
 class Cache:
-    """A cache of three layers, of which each block has a page, as vLLM lays it out: by layers or by blocks."""
+    """A cache of three layers, of which each block has a page, as vLLM lays it out: by layers or by
+    blocks.
+    """
 
     def __init__(self, by_blocks: bool) -> None:
         from vllm.v1.core.block_pool import BlockPool
@@ -256,7 +268,10 @@ def test_the_last_blocks_have_as_many_bytes(by_blocks: bool, nbytes: int):
     assert sorted(covered[True] + covered[False]) == list(range(cache.nbytes))
 
 
-@given(st.booleans(), st.lists(st.tuples(st.integers(0, 107), st.integers(1, 20)), min_size=1, max_size=3))
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 107), st.integers(1, 20)), min_size=1, max_size=3),
+)
 def test_requests_wait_before_they_get_a_held_block(by_blocks: bool, ranges: list[tuple[int, int]]):
     cache = Cache(by_blocks)
     offsets = [(start, min(start + nbytes, cache.nbytes)) for start, nbytes in ranges]
@@ -274,7 +289,9 @@ def test_requests_wait_before_they_get_a_held_block(by_blocks: bool, ranges: lis
     assert sorted(got) == list(range(1, NUM_BLOCKS)), "block 0 is nobody's"
     assert len(released_at) == 1
     assert not held.intersection(got[: released_at[0]])
-    assert 0 in held or min(held) == released_at[0] + 1 or by_blocks, "they wait no earlier than they must"
+    assert 0 in held or min(held) == released_at[0] + 1 or by_blocks, (
+        "they wait no earlier than they must"
+    )
 
 
 def test_memory_of_others_holds_all_blocks():

@@ -18,7 +18,9 @@ _calls = itertools.count(1)
 
 def sample(inference: Any) -> None:
     """Complete a prompt on every replica, and write the tokens to a file of the rank."""
-    ((completion,),) = inference.generate([[7, 8, 9]], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True))
+    ((completion,),) = inference.generate(
+        [[7, 8, 9]], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    )
     with Path(f"callback{dist.get_rank()}.jsonl").open("a") as file:
         file.write(json.dumps(completion.token_ids) + "\n")
 

@@ -24,7 +24,9 @@ config = SimpleNamespace(update=_ignore)
 init = finish = _ignore
 
 
-def Table(columns: list[str], data: list[list[str]] = (), rows: list[list[str]] = ()) -> list[list[str]]:
+def Table(
+    columns: list[str], data: list[list[str]] = (), rows: list[list[str]] = ()
+) -> list[list[str]]:
     return [columns, *data, *rows]
 
 

@@ -32,7 +32,12 @@ KEYS = {
 
 def job(model: Path | str, ranks: int, **sizes: int) -> tuple[str, ...]:
     """Return the arguments of a job without a configuration file."""
-    return f"model={model}", *(f"{KEYS[name]}={size}" for name, size in sizes.items()), "--ranks", str(ranks)
+    return (
+        f"model={model}",
+        *(f"{KEYS[name]}={size}" for name, size in sizes.items()),
+        "--ranks",
+        str(ranks),
+    )
 
 
 @pytest.fixture
@@ -57,21 +62,27 @@ def test_later_switches_skip_frozen_weights(llama: Path) -> None:
     Of q, k and v only q is frozen, so all three are sent.
     """
     arguments = job(llama, 64, tp=8, pp=2, infer_tp=4)
-    facts = plan_as_json(*arguments, "--frozen", "model.embed_tokens.weight, lm_head.*, *.q_proj.weight")
+    facts = plan_as_json(
+        *arguments, "--frozen", "model.embed_tokens.weight, lm_head.*, *.q_proj.weight"
+    )
     later = facts["later_switches"]
     ends_nbytes = 2 * 2 * 128_256 * 4_096
     assert later["bytes"]["kept"]["max"] == ends_nbytes / 4
     assert later["incremental_mb"] == -(-ends_nbytes // 4 // 1024**2)
     assert later["bytes"]["received"] == later["bytes"]["least"]
     skipped = sum(
-        facts["bytes"][key]["mean"] - later["bytes"][key]["mean"] for key in ("received", "copied_on_the_rank")
+        facts["bytes"][key]["mean"] - later["bytes"][key]["mean"]
+        for key in ("received", "copied_on_the_rank")
     )
     assert skipped == ends_nbytes / 4
     assert "later_switches" not in plan_as_json(*arguments)
     shown = run(*arguments, "--frozen", "lm_head.*").output
     assert "│ kept " in shown
     assert "incremental: auto and" in shown
-    assert "no tensor matches layers.*" in run(*arguments, "--frozen", "lm_head.*,layers.*", status=2).output
+    assert (
+        "no tensor matches layers.*"
+        in run(*arguments, "--frozen", "lm_head.*,layers.*", status=2).output
+    )
 
 
 def test_figures_of_a_job(llama: Path) -> None:
@@ -86,7 +97,10 @@ def test_figures_of_a_job(llama: Path) -> None:
     sequential = facts["sequential"]
     assert nbytes["received"] == nbytes["least"]
     assert nbytes["received"]["mean"] == pytest.approx(nbytes["sent"]["mean"])
-    assert nbytes["received_same_host"]["mean"] + nbytes["received_across_hosts"]["mean"] == nbytes["received"]["mean"]
+    assert (
+        nbytes["received_same_host"]["mean"] + nbytes["received_across_hosts"]["mean"]
+        == nbytes["received"]["mean"]
+    )
     assert sequential["received"]["mean"] > 1.2 * nbytes["received"]["mean"], "auto saves a fifth"
     # everything but the norms is cut: M * (1/4 - 1/16)
     bound = 3 / 16 * facts["model"]["served_bytes"]
@@ -95,8 +109,12 @@ def test_figures_of_a_job(llama: Path) -> None:
     assert gather["nbytes"] == pytest.approx(15 / 16 * facts["model"]["served_bytes"], rel=1e-3)
     assert facts["across_hosts"]["received"] == facts["across_hosts"]["least"]
     total = facts["across_hosts"]["least"]["mean"]
-    assert nbytes["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), "equal shares"
-    links = nbytes["received_across_hosts"]["max"] / 45e9 + nbytes["received_same_host"]["max"] / 400e9
+    assert nbytes["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), (
+        "equal shares"
+    )
+    links = (
+        nbytes["received_across_hosts"]["max"] / 45e9 + nbytes["received_same_host"]["max"] / 400e9
+    )
     assert facts["seconds"]["max"] == pytest.approx(links, rel=0.05)
 
 
@@ -104,7 +122,12 @@ def test_options_are_used(tmp_path: Path) -> None:
     model = write_config(tmp_path, DENSE)
     common = job(model, 4, tp=2)
     one_host = plan_as_json(
-        *common, "generate_config.infer_rank_order=sequential", "--link-gbps", "host=1e-6,self=1e9", "--rank", "3"
+        *common,
+        "generate_config.infer_rank_order=sequential",
+        "--link-gbps",
+        "host=1e-6,self=1e9",
+        "--rank",
+        "3",
     )
     assert one_host["bytes"]["received_across_hosts"]["max"] == 0
     assert one_host["seconds"]["max"] == pytest.approx(one_host["bytes"]["received"]["max"] / 1e3)
@@ -119,14 +142,18 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["memory"]["host"]["fits"] is None
 
 
-def test_assumptions_of_the_peak_are_reported(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assumptions_of_the_peak_are_reported(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = job(llama, 16, tp=2)
     keeping = "generate_config.release_weights=false"
     plain = plan_as_json(*arguments)["memory"]
     assert plain["assumed"] == {"release_weights": True, "elastic_buffers": True}
     kept = plan_as_json(*arguments, keeping)["memory"]
     assert kept["assumed"] == {"release_weights": False, "elastic_buffers": True}
-    together = sum(plain["device"][name]["max"] for name in ("training", "activations", "inference"))
+    together = sum(
+        plain["device"][name]["max"] for name in ("training", "activations", "inference")
+    )
     assert kept["device"]["peak"]["max"] == together > plain["device"]["peak"]["max"]
     assert kept["device"]["interleaved_switch"] == kept["device"]["switch"]
     exact = f"{(together - 1) / 2**30:.17g}"
@@ -139,9 +166,15 @@ def test_assumptions_of_the_peak_are_reported(tmp_path: Path, llama: Path, monke
     stays = "stay on the device while it trains (release_weights: false)"
     assert stays in run(*arguments, keeping, "--explain").output
     monkeypatch.setattr("hybrid_engine.tools.cli.plan_command._DEVICES", tmp_path)
-    for name, spec, expected in (("sda", None, True), ("nvidia0", "installed", True), ("nvidia1", None, False)):
+    for name, spec, expected in (
+        ("sda", None, True),
+        ("nvidia0", "installed", True),
+        ("nvidia1", None, False),
+    ):
         (tmp_path / name).touch()
-        monkeypatch.setattr("hybrid_engine.tools.cli.plan_command.find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(
+            "hybrid_engine.tools.cli.plan_command.find_spec", lambda _, spec=spec: spec
+        )
         assert plan_as_json(*arguments)["memory"]["assumed"]["elastic_buffers"] is expected, name
     assert plan_as_json(*arguments, "--elastic")["memory"]["assumed"]["elastic_buffers"]
     assert "Without cuda-bindings parameters leave whole" in run(*arguments, "--explain").output
@@ -169,7 +202,11 @@ def test_a_job_with_fsdp(llama: Path) -> None:
     assert (1 / 8 - 1 / 16) * 2 * numel < nbytes["received"]["mean"] < 1 / 8 * 2 * numel * 1.07
     (peer,) = facts["peers"]
     assert peer["nbytes"] == pytest.approx(7 / 8 * 4 * numel), "gathered before the cast"
-    memory = {name: numbers["max"] for name, numbers in facts["memory"]["device"].items() if isinstance(numbers, dict)}
+    memory = {
+        name: numbers["max"]
+        for name, numbers in facts["memory"]["device"].items()
+        if isinstance(numbers, dict)
+    }
     assert memory["params"] == memory["grads"] == memory["optimizer"] / 2 == 4 * numel / 8
     assert memory["inelastic"] == 0, "everything splits evenly over 8 ranks"
     assert memory["peak"] == memory["training"] + memory["activations"] + memory["gathered"]
@@ -180,12 +217,18 @@ def test_a_job_with_fsdp(llama: Path) -> None:
     assert more == pytest.approx(memory["training"] - 16 * head / 8, rel=1e-3), "all but the head"
     assert facts["rank"]["received"]["host"] + facts["rank"]["received"]["network"] > 0
     result = run(*arguments, "--explain")
-    for text in ("│ inelastic ", "inelastic: parameters that leave only at", "a gather of all weights"):
+    for text in (
+        "│ inelastic ",
+        "inelastic: parameters that leave only at",
+        "a gather of all weights",
+    ):
         assert text in result.output, text
 
 
 @pytest.mark.parametrize("model_type", ["unheard-of", "qwen2"])
-def test_a_model_that_transformers_builds_differently_is_refused(tmp_path: Path, model_type: str) -> None:
+def test_a_model_that_transformers_builds_differently_is_refused(
+    tmp_path: Path, model_type: str
+) -> None:
     """The checkpoint has its own code, or its model_type contradicts its architecture."""
     pytest.importorskip("transformers")
     arguments = job(write_config(tmp_path, {**LLAMA_3_8B, "model_type": model_type}), 2)
@@ -197,16 +240,26 @@ def test_the_output_begins_with_the_verdict(tmp_path: Path, llama: Path) -> None
     result = run(*arguments, "--device", "H100", "--host-gib", "60", status=0)
     heads = [line.partition(":")[0] for line in result.stdout.splitlines()[:5]]
     assert heads == ["Fits", "Cache", "Host", "Moves", "Takes"]
-    assert "a device, while vLLM generates, leaves 39.5 GiB of its 79.1 GiB" in result.stdout, "the fullest phase"
+    assert "a device, while vLLM generates, leaves 39.5 GiB of its 79.1 GiB" in result.stdout, (
+        "the fullest phase"
+    )
     # A token takes 2 * 2 heads * 128 * 32 layers * 2 bytes. A step takes as much as 33,060 tokens:
     # 2 * 16,384 * (3 * 4,096 + 3 * 14,336 / 4) bytes and 256 * 128,256 logits of 10.
-    assert plan_as_json(*arguments, "--device", "H100")["verdict"]["cache_tokens"] == 1_173_430 - 33_060
+    assert (
+        plan_as_json(*arguments, "--device", "H100")["verdict"]["cache_tokens"]
+        == 1_173_430 - 33_060
+    )
     for size in ("--device-gib", "--host-gib"):
         assert run(*arguments, size, "4", status=3).stdout.startswith("Does not fit: ")
-    verdict = plan_as_json(*arguments, "generate_config.release_weights=false", "--device-gib", "3")["verdict"]
+    verdict = plan_as_json(
+        *arguments, "generate_config.release_weights=false", "--device-gib", "3"
+    )["verdict"]
     assert (verdict["fits"], verdict["peak_during"]) == (False, "training")
     assert verdict["room"] < verdict["room_for_cache"] < 0
-    assert plan_as_json(*job(str(tmp_path), 128, tp=8), "--device-gib", "9")["verdict"]["peak_during"] == "switch"
+    assert (
+        plan_as_json(*job(str(tmp_path), 128, tp=8), "--device-gib", "9")["verdict"]["peak_during"]
+        == "switch"
+    )
 
 
 LENGTH = "generate_config.max_model_len="
@@ -217,14 +270,20 @@ SHARE = "generate_config.gpu_memory_utilization="
     ("words", "beginning"),
     [
         # A twentieth of an H100 is left beside vLLM's share: 3.95 GiB.
-        (["0.95"], "Tight: the peak of 75.1 GiB on a device, while vLLM generates, leaves 3.95 GiB "),
+        (
+            ["0.95"],
+            "Tight: the peak of 75.1 GiB on a device, while vLLM generates, leaves 3.95 GiB ",
+        ),
         (["0.95", "--reserve-gib", "3.9"], "Fits: "),
         (["0.95", "--reserve-gib", "0"], "Fits: "),
         # The share has 2.8 GiB beside weights and a step, and a sequence takes 1.
         (["0.25", "--reserve-gib", "2"], "Tight: vLLM's 19.8 GiB "),
         (["0.25", "generate_config.kv_cache_mb=2048"], "Fits: "),
         (["0.22"], "Does not fit: vLLM's 17.4 GiB "),
-        (["0.1"], "Does not fit: vLLM's 7.91 GiB (gpu_memory_utilization 0.1) are 9.04 GiB too few"),
+        (
+            ["0.1"],
+            "Does not fit: vLLM's 7.91 GiB (gpu_memory_utilization 0.1) are 9.04 GiB too few",
+        ),
     ],
     ids=" ".join,
 )
@@ -236,7 +295,9 @@ def test_less_than_the_reserve_is_tight(words: list[str], beginning: str, llama:
     assert ("infer_expert_parallel_size; it starts with" in verdict) == ("too few" in beginning)
 
 
-def test_markdown_has_the_request_and_all_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markdown_has_the_request_and_all_numbers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = *job(llama, 8, tp=8), "actor_config.lora={}"
     monkeypatch.setattr(sys, "argv", ["", "plan", "two words"])
     shown, markdown = (run(*arguments, *words).stdout for words in ([], ["--markdown"]))
@@ -287,7 +348,9 @@ def test_resident_state_counts_on_the_device(llama: Path) -> None:
     staying = plan_as_json(*arguments, "generate_config.offload_train_optimizer=false")
     before = plain["memory"]["device"]
     after = staying["memory"]["device"]
-    assert plain["verdict"]["peak_during"] == staying["verdict"]["peak_during"] == "generate", "in vLLM's share"
+    assert plain["verdict"]["peak_during"] == staying["verdict"]["peak_during"] == "generate", (
+        "in vLLM's share"
+    )
     assert after["peak"]["max"] == before["peak"]["max"] + before["optimizer"]["max"]
     params = before["params"]["max"]
     assert staying["memory"]["host"]["per_rank"]["max"] == params
@@ -296,7 +359,9 @@ def test_resident_state_counts_on_the_device(llama: Path) -> None:
         jobs = (f"generate_config.offload_train_optimizer={choice}" for choice in ("auto", choice))
         planned, same = (plan_as_json(*arguments, "--device-gib", size, key) for key in jobs)
         assert planned["memory"]["device"] == same["memory"]["device"], size
-        assert planned["memory"]["host"] == plain["memory"]["host"], "before a step, and beside a critic"
+        assert planned["memory"]["host"] == plain["memory"]["host"], (
+            "before a step, and beside a critic"
+        )
     critic = plan_as_json(*arguments, "critic_config={offload: false}")["memory"]["device"]
     assert critic["peak"]["max"] > before["training"]["max"] + before["training"]["max"] / 2
 
@@ -312,7 +377,12 @@ def test_resident_state_counts_on_the_device(llama: Path) -> None:
         ),
         (LLAMA_3_8B, {}, ["actor_config.lora={}"], ["as if every weight was trained"]),
         (LLAMA_3_8B, {}, ["generate_config.quantization=fp8"], ["sent quantised weights"]),
-        ({**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}}, {}, [], ["stored quantised ('fp8')"]),
+        (
+            {**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}},
+            {},
+            [],
+            ["stored quantised ('fp8')"],
+        ),
         (
             {**LLAMA_3_8B, "quantization_config": PUBLISHED_FP8},
             {},
@@ -326,12 +396,17 @@ def test_what_a_plan_ignores_is_remarked_on(
     config: Values, sizes: dict[str, int], words: list[str], remarks: list[str], tmp_path: Path
 ) -> None:
     actual = plan_as_json(*job(write_config(tmp_path, config), 6, **sizes), *words)["remarks"]
-    assert [text in remark for text, remark in zip(remarks, actual, strict=True)] == [True] * len(remarks)
+    assert [text in remark for text, remark in zip(remarks, actual, strict=True)] == [True] * len(
+        remarks
+    )
 
 
 def test_a_narrow_cache_has_twice_the_tokens(llama: Path) -> None:
     arguments = *job(llama, 8, tp=8), "generate_config.kv_cache_mb=2048"
-    plans = (plan_as_json(*arguments, *words) for words in ([], ["generate_config.vllm.kv_cache_dtype=fp8"]))
+    plans = (
+        plan_as_json(*arguments, *words)
+        for words in ([], ["generate_config.vllm.kv_cache_dtype=fp8"])
+    )
     assert [plan["verdict"]["cache_tokens"] for plan in plans] == [2 * 8192, 4 * 8192]
 
 
@@ -341,8 +416,13 @@ def test_arguments_override_keys_of_a_file(tmp_path: Path) -> None:
     """
     model = write_config(tmp_path / "model", DENSE)
     file = tmp_path / "job=1.yaml"
-    file.write_text("model: model\nactor_config:\n  tensor_model_parallel_size: 2\n  optimizer: {lr: 1.0e-5}\n")
-    keys = ("generate_config.infer_tensor_parallel_size=4", "actor_config.pipeline_model_parallel_size=2")
+    file.write_text(
+        "model: model\nactor_config:\n  tensor_model_parallel_size: 2\n  optimizer: {lr: 1.0e-5}\n"
+    )
+    keys = (
+        "generate_config.infer_tensor_parallel_size=4",
+        "actor_config.pipeline_model_parallel_size=2",
+    )
     expected = plan_as_json(*job(model, 4, tp=2, pp=2, infer_tp=4))
     facts = plan_as_json(str(file), *keys, "--ranks", "4")
     assert {**facts, "planning": 0} == {**expected, "planning": 0}
@@ -364,18 +444,24 @@ def test_invalid_arguments_are_refused_by_key(tmp_path: Path) -> None:
         assert f"{key}: " in result.stderr, (words, result.stderr)
 
 
-def test_a_model_is_a_directory_its_config_or_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_a_directory_its_config_or_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_config(tmp_path, DENSE)
     expected = plan_as_json(*job(directory, 2, infer_tp=2))["bytes"]
     assert plan_as_json(*job(f"{directory}/config.json", 2, infer_tp=2))["bytes"] == expected
     pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/small-1.5b": directory}[name])
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: {"org/small-1.5b": directory}[name]
+    )
     assert plan_as_json(*job("org/small-1.5b", 2, infer_tp=2))["bytes"] == expected
 
 
 def test_all_violations_are_reported_at_once(tmp_path: Path) -> None:
     result = run(
-        *job(write_config(tmp_path, DENSE), 6, tp=5, pp=3, ep=2, infer_tp=3, infer_pp=10, infer_ep=5),
+        *job(
+            write_config(tmp_path, DENSE), 6, tp=5, pp=3, ep=2, infer_tp=3, infer_pp=10, infer_ep=5
+        ),
         *("--hosts-of", "0", "--link-gbps", "host=fast", "--rank", "99", "--markdown", "--json"),
         status=2,
     )
@@ -388,7 +474,11 @@ def test_all_violations_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *((option, value) for option in ("--hosts-of", "--ranks", "--rank") for value in ("８", "1_0", "1" * 30)),
+        *(
+            (option, value)
+            for option in ("--hosts-of", "--ranks", "--rank")
+            for value in ("８", "1_0", "1" * 30)
+        ),
         *(
             (option, value)
             for option in ("--device-gib", "--host-gib", "--reserve-gib")
@@ -431,7 +521,9 @@ def test_a_full_output_device_ends_with_an_error(tmp_path: Path) -> None:
         assert run_in_a_process(tmp_path, full, "--json") == (2, message)
 
 
-@pytest.mark.parametrize("options", [["--json"], ["--markdown"], []], ids=["json", "markdown", "tables"])
+@pytest.mark.parametrize(
+    "options", [["--json"], ["--markdown"], []], ids=["json", "markdown", "tables"]
+)
 def test_a_closed_output_pipe_is_no_failure(options: list[str], tmp_path: Path) -> None:
     """`plan ... | head`: the reader closes the pipe before the first write."""
     reader, writer = os.pipe()
@@ -477,7 +569,9 @@ app()
     arguments = *job(write_config(tmp_path, DEEPSEEK_V3), 2048, **sizes), "--json", "--rank", "77"
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = run_python("-c", code, "plan", *arguments, status=0, timeout=300)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20, "takes 7 s on an idle core"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20, (
+        "takes 7 s on an idle core"
+    )
     facts = json.loads(result.stdout)
     assert facts["world_size"] == 2048
     assert facts["bytes"]["received"] == facts["bytes"]["least"]

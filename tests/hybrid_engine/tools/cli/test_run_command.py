@@ -115,7 +115,9 @@ def test_words_after_the_program_are_its_own(program: Path) -> None:
     ],
     ids=["both end", "the node with the store is lost"],
 )
-def test_nodes_by_the_options_of_torchrun(program: Path, is_lost: bool, line: str, status: int) -> None:
+def test_nodes_by_the_options_of_torchrun(
+    program: Path, is_lost: bool, line: str, status: int
+) -> None:
     meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-id job --rdzv-endpoint 127.0.0.1:{PORT}"
     options = (*meeting.split(), "--local-addr=127.0.0.1", "--nproc-per-node=1")
     with_store = start(*options, program, "wait", program.parent)

@@ -68,14 +68,23 @@ def test_a_wrong_file_is_refused_before_ranks_start(file: Path) -> None:
     result = invoke("train", file, "run.reward=luck", "--ranks", 2, "--dry-run", status=2)
     assert "run.reward: 'luck'" in result.output
     result = invoke(
-        "train", file, "run.reward=exact_answer", "run.grpo.max_tokens=500", "--ranks", 2, "--dry-run", status=2
+        "train",
+        file,
+        "run.reward=exact_answer",
+        "run.grpo.max_tokens=500",
+        "--ranks",
+        2,
+        "--dry-run",
+        status=2,
     )
     assert "but 16 fit together" in result.output
     invoke("train", "run.grpo.steps=1", status=2)
 
 
 @pytest.mark.parametrize("option", [["--dry-run"], ["--ranks", "2"]])
-def test_a_rank_refuses_options_of_the_start(file: Path, option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_refuses_options_of_the_start(
+    file: Path, option: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     assert option[0] in invoke("train", file, *option, status=2).output
 

@@ -21,7 +21,15 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_job_is_planned(tmp_path: Path) -> None:
-    result = run(COMMAND, "plan", f"model={write_config(tmp_path, LLAMA_3_8B)}", "--device", "h100", "--ranks", "8")
+    result = run(
+        COMMAND,
+        "plan",
+        f"model={write_config(tmp_path, LLAMA_3_8B)}",
+        "--device",
+        "h100",
+        "--ranks",
+        "8",
+    )
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -32,10 +40,15 @@ def test_a_job_is_planned(tmp_path: Path) -> None:
 def test_commands_that_need_torch_name_the_extra(words: list[str]) -> None:
     result = run(COMMAND, *words)
     assert result.returncode == 1
-    assert result.stderr.startswith("Error: this command needs torch and both engines: pip install '.[gpu]'")
+    assert result.stderr.startswith(
+        "Error: this command needs torch and both engines: pip install '.[gpu]'"
+    )
 
 
 @pytest.mark.slow
 def test_library_names_report_the_missing_extra() -> None:
     result = run("from hybrid_engine import HybridEngine")
-    assert "DependencyError: HybridEngine needs torch and an engine: in a checkout pip" in result.stderr
+    assert (
+        "DependencyError: HybridEngine needs torch and an engine: in a checkout pip"
+        in result.stderr
+    )

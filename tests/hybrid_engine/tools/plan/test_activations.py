@@ -37,9 +37,10 @@ from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_70B
 # token and layer, with sequence parallelism: 4 x 8,192 / 8 = 4,096; q and output 2 x 8,192 and k, v
 # 2 x 1,024, an eighth: 2,304; MLP 3 x 28,672 / 8 = 10,752; in all 17,152. 80 layers, 2 bytes:
 # 2,744,320 a token; logits 129,024 / 8 x (2 + 4 + 16 for the entropy) = 354,816. vLLM, TP 4:
-# (150,994,944 + 704,643,072) / 4 + 16,384 = 213,925,888, 80 of them; ends 2 x 128,256 x 8,192 / 4 = 525,336,576;
-# norm: 17,639,415,808. A token: key and value, 2 of 8 heads, 128, 80 layers, 2 bytes = 81,920. A
-# step: 2 bytes x 16,384 x (3 x 8,192 + 3 x 28,672 / 4) = 1,509,949,440, and 256 x 128,256 logits of
+# (150,994,944 + 704,643,072) / 4 + 16,384 = 213,925,888, 80 of them; ends 2 x 128,256 x 8,192 / 4 =
+# 525,336,576; norm: 17,639,415,808. A token: key and value, 2 of 8 heads, 128, 80 layers, 2 bytes =
+# 81,920. A step: 2 bytes x 16,384 x (3 x 8,192 + 3 x 28,672 / 4) = 1,509,949,440, and 256 x 128,256
+# logits of
 # 2 + 8 bytes.
 # DeepSeek-V3, TP 8, PP
 # 16 (4 x 15, 1), EP 32, ETP 1, 512 ranks, so DP 4, one replica of an expert. A layer: q down 1,536
@@ -69,7 +70,9 @@ TERMS = {
     ),
     "deepseek-v3": (
         DEEPSEEK_V3,
-        TrainParallelism(512, 8, 16, num_layers_in_last_pipeline_stage=1, expert=32, expert_tensor=1),
+        TrainParallelism(
+            512, 8, 16, num_layers_in_last_pipeline_stage=1, expert=32, expert_tensor=1
+        ),
         InferenceParallelism(512, tensor=8, expert=32),
         6 * 1_585_251_328 + 12 * (43_991_296 + 1_409_286_144),
         1024 * 2 * 2_050_560,
@@ -98,7 +101,13 @@ def test_activations_match_the_papers_layer() -> None:
 
     TP 2 does not cut norms and inputs: 8 h + 24 h / 2.
     """
-    gpt = {"architectures": ["GPT2LMHeadModel"], "n_embd": 1024, "n_head": 16, "n_layer": 1, "n_positions": 1024}
+    gpt = {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 1024,
+        "n_head": 16,
+        "n_layer": 1,
+        "n_positions": 1024,
+    }
     table = table_for({**gpt, "vocab_size": 1024})
     logits = 1024 * 1024 * 22
 
@@ -116,14 +125,20 @@ def test_the_entropy_keeps_the_planned_bytes_of_a_logit() -> None:
     """Its backward pass adds a gradient in float32, and every score has one."""
     logits = torch.randn(64, 5000, dtype=torch.bfloat16, requires_grad=True)
     kept = {}
-    with saved_tensors_hooks(lambda tensor: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+    with saved_tensors_hooks(
+        lambda tensor: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+    ):
         token_outputs(logits, Outputs(entropy=True))
     nbytes = sum(tensor.nbytes for tensor in kept.values())
     assert nbytes / logits.numel() == pytest.approx(ENTROPY_NBYTES - 4, rel=1e-3)
 
 
 def full(method: str, num_layers: int) -> Values:
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": num_layers,
+    }
 
 
 def selective(*modules: str) -> Values:
@@ -136,10 +151,18 @@ def selective(*modules: str) -> Values:
         (24, {}, 2 * 12 * 20),
         (24, selective("mlp"), 2 * 12 * 8 + 12),
         (24, selective("layernorm", "mlp"), 2 * 12 * 6 + 14),
-        (12, full("uniform", 2), 2 * 6 // 2 + 2 * 20),  # the input of every group of two layers, and one full group
+        (
+            12,
+            full("uniform", 2),
+            2 * 6 // 2 + 2 * 20,
+        ),  # the input of every group of two layers, and one full group
         (4, full("block", 1), 2 * (1 + 20) + 20),
         (4, full("block", 2), 2 * 2 + 20),
-        (24, {"virtual_pipeline_model_parallel_size": 2}, (2 + 2 + 1) * 6 * 20),  # chunks of 6 layers
+        (
+            24,
+            {"virtual_pipeline_model_parallel_size": 2},
+            (2 + 2 + 1) * 6 * 20,
+        ),  # chunks of 6 layers
     ],
 )
 def test_recomputation_and_stages_in_flight(num_layers: int, keys: Values, expected: int) -> None:
@@ -148,7 +171,12 @@ def test_recomputation_and_stages_in_flight(num_layers: int, keys: Values, expec
     With h = q = kv = 8 and f = 32, a token and layer takes 20 h: norms and inputs 4 h; q, k, v and
     output 4 h; MLP 12 h.
     """
-    sizes = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+    }
     table = table_for({**DENSE, **sizes, "num_hidden_layers": num_layers})
     actor = ActorConfig(pipeline_model_parallel_size=2, seq_length=10, **keys)
     assert activation_nbytes(table, Step.of(actor, actor.sizes(2)))[0] == 8 * 10 * 2 * expected

@@ -23,14 +23,25 @@ from hybrid_engine.layouts.memory import (
     plan_memory,
     sharded_memory,
 )
-from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
+from hybrid_engine.layouts.parallelism import (
+    InferenceParallelism,
+    ShardedParallelism,
+    TrainParallelism,
+    named,
+)
 from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from hybrid_engine.tools.plan.answer import device_memory
-from hybrid_engine.tools.plan.cluster_plan import BUCKET_SECONDS, PCIE_GBPS, Cluster, JobPlan, plan_job
+from hybrid_engine.tools.plan.cluster_plan import (
+    BUCKET_SECONDS,
+    PCIE_GBPS,
+    Cluster,
+    JobPlan,
+    plan_job,
+)
 from hybrid_engine.tools.verify.small_models import reduced_config
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.hybrid_engine.planning.cases import bytes_read
@@ -69,7 +80,13 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     norms = 2 * hidden
     router = 6 * hidden
     expert = 3 * 12 * hidden
-    dense = 2 * vocab * hidden // 2 + hidden + 4 * (attention + norms) + 3 * router + 3 * 12 * hidden // 2
+    dense = (
+        2 * vocab * hidden // 2
+        + hidden
+        + 4 * (attention + norms)
+        + 3 * router
+        + 3 * 12 * hidden // 2
+    )
     experts = 3 * 3 * expert
     train = TrainParallelism(4, tensor=2, expert=2, expert_tensor=1, make_vocab_size_divisible_by=4)
     infer = InferenceParallelism(4, tensor=2)
@@ -82,15 +99,21 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert state.grads.tolist() == [4 * (dense + experts)] * 4
     shards = math.ceil(dense / 2) + math.ceil(experts / 2)
     narrow = megatron_memory(source, train, "bfloat16", float32_grads=False).grads
-    assert narrow.tolist() == [2 * (dense + experts) + 4 * shards] * 4, "float32 gradients of main parameters"
+    assert narrow.tolist() == [2 * (dense + experts) + 4 * shards] * 4, (
+        "float32 gradients of main parameters"
+    )
     assert state.optimizer.tolist() == [12 * shards] * 4
-    served = 2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2  # vLLM pads to 192
+    served = (
+        2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2
+    )  # vLLM pads to 192
     assert peaks.inference.tolist() == [2 * served] * 4
     assert (peaks.switch == state.params + peaks.inference).all()
     assert (peaks.interleaved_switch == np.maximum(state.params, peaks.inference) + 200).all()
     assert (peaks.device == np.maximum(state.total, peaks.interleaved_switch)).all()
     assert (state.copied == state.params + state.optimizer).all()
-    assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
+    assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, (
+        "no main copy"
+    )
 
 
 def test_the_peak_counts_the_planners_buckets(job: JobPlanner) -> None:
@@ -99,7 +122,9 @@ def test_the_peak_counts_the_planners_buckets(job: JobPlanner) -> None:
     plan = job(TrainParallelism(8, expert=8), InferenceParallelism(8, tensor=2), model=model)
     buckets = plan.plan_of(0).buckets
     for bucket in buckets:
-        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, "whole layers"
+        assert sum(".mlp.experts." in name for name in bucket.tensors) % (3 * 128) == 0, (
+            "whole layers"
+        )
     assert plan.memory.bucket == max(bucket.nbytes for bucket in buckets)
     assert plan.memory.bucket >= 603_979_776 > plan.bucket_nbytes
     peak = np.maximum(plan.memory.state.params, plan.memory.inference) + 2 * plan.memory.bucket
@@ -111,19 +136,26 @@ def test_the_peak_counts_the_planners_buckets(job: JobPlanner) -> None:
 def test_shards_are_padded_and_uneven_ones_leave_late() -> None:
     """Three ranks: 7 rows are padded to 3 each, 6 rows are 2 each; a router's bias is not cut."""
     shapes = {"uneven": (7, 5), "even": (6, 2), "bias": (4,)}
-    tensors = {name: Packed(name, StridedView(0, shape, contiguous_strides(shape))) for name, shape in shapes.items()}
+    tensors = {
+        name: Packed(name, StridedView(0, shape, contiguous_strides(shape)))
+        for name, shape in shapes.items()
+    }
     model = PackedModel(tensors, shapes, whole={"bias"})
     sizes = ShardedParallelism(3)
     source = sharded_side(replace(table_for(DENSE), shapes=shapes), model, sizes)
     assert source.num_elements.tolist() == [3 * 5 + 2 * 2 + 4] * 3
     state = sharded_memory(source, model, sizes, "float32")
     assert state.params.tolist() == state.grads.tolist() == [4 * 23] * 3
-    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], "the last rank has one row of 7"
+    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], (
+        "the last rank has one row of 7"
+    )
     assert (state.copied == 2 * 92 + state.optimizer).all()
     assert state.inelastic is not None
     assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
     peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
-    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "at most both together"
+    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], (
+        "at most both together"
+    )
     assert (replace(peaks, keeps_inference=True).device == state.total + peaks.inference).all()
 
 
@@ -133,7 +165,9 @@ def test_a_drafter_counts_as_weights_of_vllm(job: JobPlanner) -> None:
     mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     without, drafting = (job(*sizes, model=model, vllm=vllm) for vllm in ({}, mtp))
     shapes = table_for(model).shapes
-    numel = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.4."))
+    numel = sum(
+        math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.4.")
+    )
     more = drafting.memory.inference - without.memory.inference
     assert (more > numel).all()  # half of the layer in 2 bytes, and what both ranks have whole
     assert (more < 1.5 * numel).all()
@@ -143,7 +177,9 @@ def test_relaying_needs_elastic_buffers(job: JobPlanner) -> None:
     """Both ranks of a host need the half on the other host: it arrives once, or for each rank."""
     train = TrainParallelism(4, pipeline=2)
     infer = InferenceParallelism(4)
-    relayed, direct = (job(train, infer, Cluster(2, has_elastic_buffers=has)) for has in (True, False))
+    relayed, direct = (
+        job(train, infer, Cluster(2, has_elastic_buffers=has)) for has in (True, False)
+    )
     assert relayed.received_by_host.tolist() == relayed.bytes.network_lower_bound.tolist()
     assert direct.received_by_host.sum() > relayed.received_by_host.sum()
     for plan in (relayed, direct):
@@ -155,7 +191,9 @@ def test_fit_and_time(job: JobPlanner) -> None:
     rates = {Link.SELF: 1e-3, Link.HOST: 1e-6, Link.NETWORK: 1e-9}
     train = TrainParallelism(4, tensor=2)
     infer = InferenceParallelism(4)
-    small = job(train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates))
+    small = job(
+        train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates)
+    )
     assert small.verdict == ("does not fit", ["Device", "Cache", "Host"])
     moved = small.bytes
     expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
@@ -163,18 +201,27 @@ def test_fit_and_time(job: JobPlanner) -> None:
     np.testing.assert_allclose(small.seconds, expected)
     state = small.memory.state
     pcie = PCIE_GBPS * 1e9
-    (there, copies), (back, _) = small.switch_seconds["to_vllm"], small.switch_seconds["to_training"]
-    np.testing.assert_allclose(copies, small.seconds)  # Gradients' memory is large enough for weights.
+    (there, copies), (back, _) = (
+        small.switch_seconds["to_vllm"],
+        small.switch_seconds["to_training"],
+    )
+    np.testing.assert_allclose(
+        copies, small.seconds
+    )  # Gradients' memory is large enough for weights.
     finer = job(TrainParallelism(4, tensor=4), infer, small.cluster)
     first = (finer.memory.inference - finer.memory.state.grads) / pcie
     assert first.min() > 0
-    np.testing.assert_allclose(finer.switch_seconds["to_vllm"][1], finer.seconds + first)  # No room for a KV cache.
+    np.testing.assert_allclose(
+        finer.switch_seconds["to_vllm"][1], finer.seconds + first
+    )  # No room for a KV cache.
     np.testing.assert_allclose(there, copies + BUCKET_SECONDS)  # one bucket
     np.testing.assert_allclose(back, state.params / pcie)
     whole = job(train, infer, Cluster(ranks_per_host=2, link_gbps=rates, has_elastic_buffers=False))
     _, copies = whole.switch_seconds["to_vllm"]
     np.testing.assert_allclose(copies, whole.seconds + (state.params + state.optimizer) / pcie)
-    exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
+    exact = Cluster(
+        ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB
+    )
     assert job(train, infer, exact).verdict == ("does not fit", ["Cache"])
     assert small.host_nbytes.tolist() == [state.copied[:2].sum(), state.copied[2:].sum()]
 
@@ -185,7 +232,9 @@ def test_a_rank_order_is_kept_if_it_saves_bytes(job: JobPlanner) -> None:
     plan = job(train, infer)
     assert plan.infer.rank_order is not None
     assert plan.bytes.own.sum() > plan.sequential.own.sum()
-    same = job(TrainParallelism(8, tensor=2, make_vocab_size_divisible_by=96), infer)  # 192 rows on both sides
+    same = job(
+        TrainParallelism(8, tensor=2, make_vocab_size_divisible_by=96), infer
+    )  # 192 rows on both sides
     assert same.infer.rank_order is None
     assert same.bytes is same.sequential
     assert same.bytes.received.sum() == 0
@@ -276,7 +325,9 @@ ALONE = {
     ],
     ids=["nothing", "gradients", "all weights", "some weights", "the critic"],
 )
-def test_a_phase_includes_state_that_stays(stays: dict[str, object], differences: dict[str, list[int]]) -> None:
+def test_a_phase_includes_state_that_stays(
+    stays: dict[str, object], differences: dict[str, list[int]]
+) -> None:
     assert totals(**stays) == {**ALONE, **differences}
 
 

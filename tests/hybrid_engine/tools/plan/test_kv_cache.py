@@ -60,7 +60,8 @@ MistralForCausalLM:
   block_ff_dim: 192
 """)
 SIZES = {"llama": (2, 1), "gemma2": (2, 1), "gemma3": (1, 2), "deepseek_v2": (2, 1)}  # TP, PP
-# bfloat16: a key and a value of 2 heads x 32; the last inputs of a convolution, and a state for each head.
+# bfloat16: a key and a value of 2 heads x 32; the last inputs of a convolution, and a state for
+# each head.
 FULL = LayerCache(2 * 2 * 2 * 32)
 WINDOWED = replace(FULL, window=16)
 MAMBA_2 = LayerCache(state=2 * (3 * (8 * 32 + 2 * 2 * 32) + 8 * 32 * 32))
@@ -84,12 +85,22 @@ def test_plans_count_the_caches_of_vllm(tmp_path: Path) -> None:
     for name, changes in CHANGES.items():
         tensor, pipeline = SIZES.get(name, (1, 1))
         expected = EXPECTED.get(name)
-        values = {**(small_config if expected else served_config)(name), **changes, "torch_dtype": "bfloat16"}
+        values = {
+            **(small_config if expected else served_config)(name),
+            **changes,
+            "torch_dtype": "bfloat16",
+        }
         sizes = InferenceParallelism(tensor * pipeline, tensor, pipeline)
-        generate = {"infer_tensor_parallel_size": tensor, "infer_pipeline_parallel_size": pipeline, "vllm": STATES}
+        generate = {
+            "infer_tensor_parallel_size": tensor,
+            "infer_pipeline_parallel_size": pipeline,
+            "vllm": STATES,
+        }
         model = str(write_config(tmp_path / name, values))
         settings = {"model": model, "actor_config": ACTOR, "generate_config": generate}
-        config = load_config(settings, sizes.world_size, weights_only=True, own_weights=True, own_loop=True)
+        config = load_config(
+            settings, sizes.world_size, weights_only=True, own_weights=True, own_loop=True
+        )
         table = table_for(values)
         positions = traced_positions(config, table, sizes, 1)
         stages = [expected] if expected else map(Counter, layer_caches(table, sizes, 2))
@@ -98,12 +109,16 @@ def test_plans_count_the_caches_of_vllm(tmp_path: Path) -> None:
         assert positions[0].max_model_len == longest_of(values), name
 
 
-@pytest.mark.parametrize(("length", "in_flight"), [(100, 512), (2000, 512), (2000, 16_384), (40_000, 16_384)])
+@pytest.mark.parametrize(
+    ("length", "in_flight"), [(100, 512), (2000, 512), (2000, 16_384), (40_000, 16_384)]
+)
 def test_a_sequence_takes_the_blocks_that_vllm_requires(length: int, in_flight: int) -> None:
     """vLLM counts whole blocks, and one more if a window does not begin with one."""
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     torch = pytest.importorskip("torch")
-    spec = interface.SlidingWindowSpec(16, sliding_window=1024, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    spec = interface.SlidingWindowSpec(
+        16, sliding_window=1024, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+    )
     required = spec.max_admission_blocks_per_request(in_flight, length) * spec.page_size_bytes
     counted = sequence_nbytes([replace(FULL, window=1024)], length, in_flight)
     assert 0 <= required - counted <= 2 * spec.page_size_bytes
@@ -119,12 +134,20 @@ def test_a_sequence_takes_the_blocks_that_vllm_requires(length: int, in_flight: 
     other=st.integers(0, 50),
 )
 def test_a_vllm_that_cannot_start_never_fits(
-    share: int, step: int, per_token: int, longest: int, more: int, cache_size: int | None, other: int
+    share: int,
+    step: int,
+    per_token: int,
+    longest: int,
+    more: int,
+    cache_size: int | None,
+    other: int,
 ) -> None:
     """Device of 100 bytes: weights leave `more` than a step and the longest sequence take."""
     needed = longest * per_token
     weights = max(0, share - step - needed - more)
-    cache = CacheRoom(100, share / 100, weights, step, (LayerCache(per_token),), 7, longest, cache_size, other)
+    cache = CacheRoom(
+        100, share / 100, weights, step, (LayerCache(per_token),), 7, longest, cache_size, other
+    )
     taken = math.ceil(100 * (share / 100))
     size = taken - weights - step
     if cache_size is not None:

@@ -22,13 +22,24 @@ ACTOR = {"fsdp": {}, "seq_length": 32, "micro_batch_size": 1, "params_dtype": "f
 # No CPU computes any of these.
 FOR_A_GPU: tuple[Values, ...] = (
     {"quantization": "fp8_per_tensor"},
-    {"vllm": {"attention_backend": "FLASH_ATTN", "enable_sleep_mode": True, "kv_cache_dtype": "fp8"}},
+    {
+        "vllm": {
+            "attention_backend": "FLASH_ATTN",
+            "enable_sleep_mode": True,
+            "kv_cache_dtype": "fp8",
+        }
+    },
 )
 
 
 def config_of(directory: Path, **generate: Any) -> Any:
-    # Heads that vLLM's attention on a CPU refuses, and sequences for which its cache there is too small.
-    config = {**small_config("MistralForCausalLM"), "head_dim": 72, "max_position_embeddings": 1 << 16}
+    # Heads that vLLM's attention on a CPU refuses, and sequences for which its cache there is too
+    # small.
+    config = {
+        **small_config("MistralForCausalLM"),
+        "head_dim": 72,
+        "max_position_embeddings": 1 << 16,
+    }
     values = {
         "model": str(write_config(directory, config)),
         "actor_config": ACTOR,
@@ -40,7 +51,8 @@ def config_of(directory: Path, **generate: Any) -> Any:
 @on_engines(1)
 def test_the_planning_machine_need_not_compute_the_model(tmp_path: Path) -> None:
     elements = [
-        plan_job(config_of(tmp_path, **generate), 2).destination.num_elements.tolist() for generate in FOR_A_GPU
+        plan_job(config_of(tmp_path, **generate), 2).destination.num_elements.tolist()
+        for generate in FOR_A_GPU
     ]
     assert elements == [elements[0]] * len(FOR_A_GPU)
     assert min(elements[0]) > 0

@@ -5,7 +5,7 @@ so a refactoring leaves it unchanged. Any other order or bucket changes it. `mak
 writes it. It is recorded with the versions of requirements-cpu.txt: Megatron's buffers and vLLM's
 parameters are part of a plan.
 
-    every rank    look     digest of its plan, number of buckets, number of transfers that it receives
+    every rank    look     digest of its plan, numbers of buckets and of transfers to it
     the test      entry    digest of all ranks' digests; transfers of all ranks; bytes of a switch
 """
 
@@ -68,7 +68,9 @@ def part_of(
     """
     digest = hashlib.sha256()
     for line in _lines(plan, rank, sources, destinations, Hosts(hosts).numbers.tolist()):
-        digest.update(json.dumps(line, default=int).encode() + b"\n")  # numpy's integers are integers
+        digest.update(
+            json.dumps(line, default=int).encode() + b"\n"
+        )  # numpy's integers are integers
     received = sum(transfer.dst_rank == rank for transfer in plan.transfers())
     return {"plan": digest.hexdigest(), "buckets": len(plan.buckets), "transfers": received}
 
@@ -93,7 +95,14 @@ def _lines(
         if buffer in plan.relays or name is None:
             name = f"#{numbers.setdefault(buffer, len(numbers))}"
         known = plan.relays.get(buffer) or (buffers[buffer] if buffer.rank == rank else None)
-        return [buffer.rank, hosts[buffer.rank], name, known and known.dtype, place.offset, *place.strides]
+        return [
+            buffer.rank,
+            hosts[buffer.rank],
+            name,
+            known and known.dtype,
+            place.offset,
+            *place.strides,
+        ]
 
     def line(step: str, transfer: Transfer) -> list[object]:
         src = end(transfer.src, sources, None)

@@ -45,7 +45,10 @@ _TRAIN_FLAGS: dict[str, Values] = {
     "fp16": {"params_dtype": "float16"},
     "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "replicated": {"use_distributed_optimizer": False},
-    "embedding+loss": {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    "embedding+loss": {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
 }
 
 
@@ -72,7 +75,10 @@ class Combination:
     @property
     def name(self) -> str:
         label = f" ({self.label})" if self.label else ""
-        return f"{self.family}: {self.train or 'dp'} -> {self.infer or 'dp'} on {self.num_ranks}{label}"
+        return (
+            f"{self.family}: {self.train or 'dp'} -> {self.infer or 'dp'} on "
+            f"{self.num_ranks}{label}"
+        )
 
     def case(self, directory: Path) -> Case:
         """Return the case for `verify`, with its small model below `directory`."""
@@ -83,7 +89,15 @@ class Combination:
         actor |= _fsdp(self.train) or _keys(self.train, TRAIN_KEYS)
         generate = {**of_this_machine(), **_keys(self.infer, INFER_KEYS), **self.generate}
         actor |= self.actor
-        return case_of(self.name, published, directory / "model", self.num_ranks, actor, generate, self.num_layers)
+        return case_of(
+            self.name,
+            published,
+            directory / "model",
+            self.num_ranks,
+            actor,
+            generate,
+            self.num_layers,
+        )
 
 
 def of_this_machine() -> Values:
@@ -92,13 +106,17 @@ def of_this_machine() -> Values:
         return {}
     sizes = sizes_of("cuda")
     memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": sizes.kv_cache_mb}
-    checks = {"check_compute": "off"} if is_software_gpu() else {}  # takes as long as the comparison
+    checks = (
+        {"check_compute": "off"} if is_software_gpu() else {}
+    )  # takes as long as the comparison
     return {"enforce_eager": True, "vllm": dict(sizes.vllm), **memory, **checks}
 
 
 def _keys(words: str, names: dict[str, str]) -> dict[str, int]:
     """Return the sizes of a side: "tp2 sp" -> {"tensor_model_parallel_size": 2}."""
-    sizes = (re.fullmatch(r"([a-z]+)(\d+)", word) for word in words.split() if word not in _TRAIN_FLAGS)
+    sizes = (
+        re.fullmatch(r"([a-z]+)(\d+)", word) for word in words.split() if word not in _TRAIN_FLAGS
+    )
     return {names[size[1]]: int(size[2]) for size in sizes if size}
 
 
@@ -174,15 +192,24 @@ def _sharded_cells() -> Iterator[Combination]:
             label = ", ".join(filter(None, (kind, layout.label)))
             in_suite = family == "qwen3-moe" and layout is _SHARDED[1]
             sides = (layout.num_ranks, layout.train, layout.infer)
-            yield Combination(family, *sides, in_suite, generate=layout.generate, model=model, label=label)
+            yield Combination(
+                family, *sides, in_suite, generate=layout.generate, model=model, label=label
+            )
 
 
 def _hybrid(
-    family: str, num_ranks: int, train: str, infer: str, pattern: str, generate: Values | None = None
+    family: str,
+    num_ranks: int,
+    train: str,
+    infer: str,
+    pattern: str,
+    generate: Values | None = None,
 ) -> Combination:
     label = f"HybridModel {pattern}"
     actor = {"hybrid_layer_pattern": pattern}
-    return Combination(family, num_ranks, train, infer, actor=actor, generate=generate or {}, label=label)
+    return Combination(
+        family, num_ranks, train, infer, actor=actor, generate=generate or {}, label=label
+    )
 
 
 _HYBRID: tuple[Combination, ...] = (
@@ -233,11 +260,23 @@ MATRIX: tuple[Combination, ...] = (
         "llama-3: tp4 pp2 -> tp2 on 8",
     ),
     # few key/value heads
-    *_cells("llama-3: tp4 -> tp4 on 4", "llama-3: tp2 -> tp4 on 4", model=ONE_KV_HEAD, label="one kv head"),
-    *_cells("qwen3: tp4 -> tp2 on 4", "qwen3: tp2 -> tp4 on 4", model=TWO_KV_HEADS, label="two kv heads"),
+    *_cells(
+        "llama-3: tp4 -> tp4 on 4",
+        "llama-3: tp2 -> tp4 on 4",
+        model=ONE_KV_HEAD,
+        label="one kv head",
+    ),
+    *_cells(
+        "qwen3: tp4 -> tp2 on 4", "qwen3: tp2 -> tp4 on 4", model=TWO_KV_HEADS, label="two kv heads"
+    ),
     # sizes that are not multiples
     Combination("qwen3", 6, "tp2 pp3", "tp3", model=SIX_HEADS, num_layers=6),
-    *_cells("qwen3: tp3 pp2 -> tp2 on 6", "qwen2.5: tp3 -> tp2 on 6", "llama-2: tp3 -> pp3 on 3", model=SIX_HEADS),
+    *_cells(
+        "qwen3: tp3 pp2 -> tp2 on 6",
+        "qwen2.5: tp3 -> tp2 on 6",
+        "llama-2: tp3 -> pp3 on 3",
+        model=SIX_HEADS,
+    ),
     # tied embeddings, over stages and virtual stages
     *_cells(
         "qwen2.5: tp2 -> dp on 2",
@@ -252,7 +291,14 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3", 2, "pp2 first1", "tp2", num_layers=3),
     Combination("qwen3", 4, "pp4 first1 last1", "tp2 pp2", num_layers=6),
     Combination("qwen3", 2, "pp2 embedding+loss", "pp2", num_layers=4),
-    Combination("qwen3", 4, "tp2 pp2", "tp2", actor={"pipeline_model_parallel_layout": "Et|t*3L"}, label="layout"),
+    Combination(
+        "qwen3",
+        4,
+        "tp2 pp2",
+        "tp2",
+        actor={"pipeline_model_parallel_layout": "Et|t*3L"},
+        label="layout",
+    ),
     Combination(
         "qwen2.5",
         4,
@@ -261,10 +307,22 @@ MATRIX: tuple[Combination, ...] = (
         actor={"pipeline_model_parallel_layout": "E|t*2|t|tL"},
         label="layout",
     ),
-    Combination("qwen3", 2, "pp2", "tp2", actor={"noop_layers": [1, 4]}, label="layers 1 and 4 do nothing"),
-    Combination("qwen3", 2, "pp2", "pp2", num_layers=5, actor={"noop_layers": [5]}, label="uneven both, no-op layer"),
+    Combination(
+        "qwen3", 2, "pp2", "tp2", actor={"noop_layers": [1, 4]}, label="layers 1 and 4 do nothing"
+    ),
+    Combination(
+        "qwen3",
+        2,
+        "pp2",
+        "pp2",
+        num_layers=5,
+        actor={"noop_layers": [5]},
+        label="uneven both, no-op layer",
+    ),
     # vocabulary and optimizers
-    Combination("qwen3", 2, "tp2", "", actor={"make_vocab_size_divisible_by": 128}, label="padded to 256"),
+    Combination(
+        "qwen3", 2, "tp2", "", actor={"make_vocab_size_divisible_by": 128}, label="padded to 256"
+    ),
     *_cells(
         "qwen3: vocab1 -> tp2 on 2",
         "qwen3: overlap -> tp2 on 2",
@@ -310,10 +368,19 @@ MATRIX: tuple[Combination, ...] = (
     ),
     # float32 in training, cast to bfloat16 at the source
     Combination("qwen3", 2, "tp2", "", generate=COMPRESSED, label="compressed"),
-    Combination("llama-3", 2, "pp2", "tp2", generate={**COMPRESSED, **BY_MESSAGES}, label="compressed messages"),
+    Combination(
+        "llama-3",
+        2,
+        "pp2",
+        "tp2",
+        generate={**COMPRESSED, **BY_MESSAGES},
+        label="compressed messages",
+    ),
     Combination("qwen3-moe", 2, "ep2", "tp2", generate=COMPRESSED, label="compressed"),
     # rank order
-    Combination("qwen3", 4, "tp4", "tp2", generate={"infer_rank_order": "sequential"}, label="sequential"),
+    Combination(
+        "qwen3", 4, "tp4", "tp2", generate={"infer_rank_order": "sequential"}, label="sequential"
+    ),
     *_cells(
         "qwen3: tp4 pp2 -> tp2 pp2 on 8",
     ),
@@ -386,9 +453,14 @@ def run(
 ) -> Iterator[tuple[Combination, Verdict]]:
     """Run the cells, all with the same number of ranks in one launch; yield results as they
     arrive."""
-    cases = {combination.name: combination.case(directory / str(n)) for n, combination in enumerate(combinations)}
+    cases = {
+        combination.name: combination.case(directory / str(n))
+        for n, combination in enumerate(combinations)
+    }
     for combination in combinations:
-        cases[combination.name].config(combination.num_ranks)  # raises for an invalid cell before any runs
+        cases[combination.name].config(
+            combination.num_ranks
+        )  # raises for an invalid cell before any runs
     for num_ranks in sorted({combination.num_ranks for combination in combinations}):
         same = [combination for combination in combinations if combination.num_ranks == num_ranks]
         for start in range(0, len(same), CASES_PER_LAUNCH):
@@ -400,12 +472,16 @@ def run(
 def main() -> int:
     """Run the matrix and print a line per cell; return the number of failed cells as exit
     status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--ranks", type=int, default=0, help="cells with this number of ranks")
     parser.add_argument("--suite", action="store_true", help="only cells of the test suite")
     parser.add_argument("--json", type=Path, help="write all verdicts here")
-    parser.add_argument("--record", action="store_true", help="record the cells that run in golden.json")
+    parser.add_argument(
+        "--record", action="store_true", help="record the cells that run in golden.json"
+    )
     arguments = parser.parse_args()
     chosen = [cell for cell in MATRIX if arguments.only in cell.name]
     if arguments.ranks:
@@ -424,8 +500,12 @@ def main() -> int:
             num_failed += bool(faults)
             print(_line(verdict, faults), flush=True)
             if arguments.json:
-                arguments.json.write_text(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
-    print(f"{len(verdicts)} combinations, {num_failed} failed, {time.perf_counter() - started:.0f} s")
+                arguments.json.write_text(
+                    json.dumps([verdict.as_dict() for verdict in verdicts], indent=1)
+                )
+    print(
+        f"{len(verdicts)} combinations, {num_failed} failed, {time.perf_counter() - started:.0f} s"
+    )
     return num_failed
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_engine.tools.verify.certificate import Cause, EngineSnapshot, StateDifference, compare, difference_of_tensor
+from hybrid_engine.tools.verify.certificate import (
+    Cause,
+    EngineSnapshot,
+    StateDifference,
+    compare,
+    difference_of_tensor,
+)
 
 NAN = math.nan
 WEIGHT = "a._parameters.weight"
@@ -42,10 +48,15 @@ PLACES = {"head._parameters.weight": "0", "embedding._parameters.weight": "0"}
     ],
 )
 def test_causes(
-    path: str, cold: list[float] | None, before: list[float] | None, after: list[float] | None, cause: Cause | None
+    path: str,
+    cold: list[float] | None,
+    before: list[float] | None,
+    after: list[float] | None,
+    cause: Cause | None,
 ) -> None:
     tensors = [
-        None if values is None else torch.tensor(values, dtype=torch.float32) for values in (cold, before, after)
+        None if values is None else torch.tensor(values, dtype=torch.float32)
+        for values in (cold, before, after)
     ]
     difference = difference_of_tensor(path, *tensors)
     assert (difference and difference.cause) == cause
@@ -59,10 +70,14 @@ def test_the_size_of_a_difference() -> None:
         assert difference == StateDifference("a.weight", Cause.CORRUPT, size, 0.5)
 
 
-def snapshot(values: Mapping[str, float], places: Mapping[str, str] = PLACES, logprobs: float = -1.0) -> EngineSnapshot:
+def snapshot(
+    values: Mapping[str, float], places: Mapping[str, str] = PLACES, logprobs: float = -1.0
+) -> EngineSnapshot:
     """Build a snapshot of tensors with four equal elements each."""
     return EngineSnapshot(
-        {path: torch.full((4,), value) for path, value in values.items()}, places, torch.tensor([logprobs])
+        {path: torch.full((4,), value) for path, value in values.items()},
+        places,
+        torch.tensor([logprobs]),
     )
 
 
@@ -74,10 +89,13 @@ def test_tied_tensors_count_as_one() -> None:
         ("embedding.weight", Cause.STALE)
     ]
     apart = snapshot(
-        {"head._parameters.weight": 2.0, "embedding._parameters.weight": 1.0}, {path: path for path in PLACES}
+        {"head._parameters.weight": 2.0, "embedding._parameters.weight": 1.0},
+        {path: path for path in PLACES},
     )
     untied = compare("reload", cold, before, apart)
-    assert [(difference.name, difference.cause) for difference in untied.differences] == [("head.weight", Cause.UNTIED)]
+    assert [(difference.name, difference.cause) for difference in untied.differences] == [
+        ("head.weight", Cause.UNTIED)
+    ]
     assert untied.status == "differs"
 
 

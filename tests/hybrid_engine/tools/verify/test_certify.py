@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from hybrid_engine.tools.launching import Ended
 from hybrid_engine.tools.verify import certify
 from hybrid_engine.tools.verify.certify import prepare
-from tests.hybrid_engine.tools.programs import STALE, environment_with, invoke, run_python, skip_a_tensor
+from tests.hybrid_engine.tools.programs import (
+    STALE,
+    environment_with,
+    invoke,
+    run_python,
+    skip_a_tensor,
+)
 from tests.zoo.families import served_config, write_config
 
 
@@ -28,7 +34,9 @@ def test_former_weights_differ_and_copies_stay_equal(tmp_path: Path) -> None:
     files = [{**weights, "copy": weights["a"].clone()}, {"b": torch.ones(3)}]
     for index, tensors in enumerate(files):
         save_file(tensors, model / f"{index}.safetensors")
-    weight_map = {name: f"{index}.safetensors" for index, tensors in enumerate(files) for name in tensors}
+    weight_map = {
+        name: f"{index}.safetensors" for index, tensors in enumerate(files) for name in tensors
+    }
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     pair = prepare(model, "name", ["--seed", "1"], tmp_path / "scratch")
     assert pair.given == str(model)
@@ -49,14 +57,19 @@ def test_former_weights_differ_and_copies_stay_equal(tmp_path: Path) -> None:
 def test_a_config_alone_gets_two_random_checkpoints(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", served_config("llama"))
     pair = prepare(model, "name", [], tmp_path / "scratch")
-    given, former = (load_file(f"{directory}/model.safetensors") for directory in (pair.given, pair.former))
+    given, former = (
+        load_file(f"{directory}/model.safetensors") for directory in (pair.given, pair.former)
+    )
     assert given.keys() == former.keys()
     assert all(not torch.equal(given[name], former[name]) for name in given)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["nowhere", "elsewhere"], "2 errors:"), (["--", "--dtype", "float32"], "MODEL: no model is named")],
+    [
+        (["nowhere", "elsewhere"], "2 errors:"),
+        (["--", "--dtype", "float32"], "MODEL: no model is named"),
+    ],
 )
 def test_an_invalid_model_is_refused(words: list[str], message: str) -> None:
     assert message in invoke("certify", *words, status=2).stderr
@@ -82,10 +95,15 @@ def test_engines_without_result_are_reported(
     assert message in invoke("certify", model, status=status).stderr
 
 
-def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_engine_that_fails_certifies_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(arguments: list[str], *_: object, **__: object) -> Ended:
         job = json.loads(Path(arguments[-1]).read_text())
-        reasons = {pair["name"]: {"cold": {"status": "failed", "reason": "no kernel"}} for pair in job["pairs"]}
+        reasons = {
+            pair["name"]: {"cold": {"status": "failed", "reason": "no kernel"}}
+            for pair in job["pairs"]
+        }
         Path(job["out"]).write_text(json.dumps(reasons))
         return Ended(0, "")
 
@@ -95,7 +113,9 @@ def test_a_cold_engine_that_fails_certifies_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_the_switch_refuses_unsupported_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_refuses_unsupported_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise two engines with different arguments would be compared."""
     from hybrid_engine.backends.vllm import stock
 
@@ -103,7 +123,11 @@ def test_the_switch_refuses_unsupported_arguments(tmp_path: Path, monkeypatch: p
         return SimpleNamespace(dtype="float32", quantization="fp8" if words else None)
 
     monkeypatch.setattr(stock, "arguments_of", arguments_of)
-    certify._run(certify.CheckpointPair("name", "a", "b", ["--quantization", "fp8"], ""), certify.OWN, tmp_path)
+    certify._run(
+        certify.CheckpointPair("name", "a", "b", ["--quantization", "fp8"], ""),
+        certify.OWN,
+        tmp_path,
+    )
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert "quantization: the switch does not take it" in failure["reason"]
     assert failure["status"] == "not run"
@@ -116,11 +140,20 @@ def test_a_tensor_skipped_by_reload_is_reported(tmp_path: Path) -> None:
     """Only vLLM's reload differs, in one tensor that is reported with its cause."""
     model = write_config(tmp_path / "llama", served_config("llama", torch_dtype="float32"))
     environment = environment_with(skip_a_tensor, tmp_path)
-    result = run_python("-m", "hybrid_engine", "certify", model, "--json", status=1, timeout=550, **environment)
+    result = run_python(
+        "-m", "hybrid_engine", "certify", model, "--json", status=1, timeout=550, **environment
+    )
     reload, *sleeps, own = json.loads(result.stdout)["models"]["llama"]
     (difference,) = reload["differences"]
-    assert (difference["name"], difference["cause"]["name"], difference["share"]) == (STALE, "stale", 1.0)
+    assert (difference["name"], difference["cause"]["name"], difference["share"]) == (
+        STALE,
+        "stale",
+        1.0,
+    )
     assert reload["logprobs"] > 0
-    assert [sleep["status"] for sleep in sleeps] == ["not run", "not run"] or torch.cuda.is_available()
+    assert [sleep["status"] for sleep in sleeps] == [
+        "not run",
+        "not run",
+    ] or torch.cuda.is_available()
     assert own["status"] == "equal", own
     assert own["num_tensors"] == reload["num_tensors"] > 20

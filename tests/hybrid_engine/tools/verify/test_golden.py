@@ -14,7 +14,9 @@ from tests.hybrid_engine.tools.verify.test_verify import GOOD
 SRC = BufferId(0, "flat")
 DST = BufferId(1, "weight")
 MOVED = Transfer("a", (2, 2), Place(SRC, 0, (4, 1)), Place(DST, 0, (2, 1)), 8, Link.HOST)
-OTHER = replace(MOVED, tensor="b", src=replace(MOVED.src, offset=8), dst=replace(MOVED.dst, offset=4))
+OTHER = replace(
+    MOVED, tensor="b", src=replace(MOVED.src, offset=8), dst=replace(MOVED.dst, offset=4)
+)
 BUCKET = Bucket(0, ("a", "b"), (MOVED, OTHER), ("module",), 16)
 
 
@@ -27,7 +29,10 @@ def digest_of(*buckets: Bucket, dtype: str = "bfloat16", hosts: str = "hhh") -> 
 
 
 def test_digests_depend_on_a_plan() -> None:
-    cut = [replace(BUCKET, tensors=(transfer.tensor,), transfers=(transfer,)) for transfer in BUCKET.transfers]
+    cut = [
+        replace(BUCKET, tensors=(transfer.tensor,), transfers=(transfer,))
+        for transfer in BUCKET.transfers
+    ]
     elsewhere = replace(MOVED.src, buffer=BufferId(2, "flat"))
     digests = [
         digest_of(BUCKET),
@@ -37,21 +42,44 @@ def test_digests_depend_on_a_plan() -> None:
         digest_of(*reversed(cut)),
         digest_of(BUCKET, dtype="float16"),
         digest_of(BUCKET, hosts="hoo"),
-        digest_of(replace(BUCKET, transfers=tuple(replace(transfer, src=elsewhere) for transfer in BUCKET.transfers))),
-        digest_of(replace(BUCKET, transfers=tuple(replace(transfer, src=MOVED.src) for transfer in BUCKET.transfers))),
+        digest_of(
+            replace(
+                BUCKET,
+                transfers=tuple(replace(transfer, src=elsewhere) for transfer in BUCKET.transfers),
+            )
+        ),
+        digest_of(
+            replace(
+                BUCKET,
+                transfers=tuple(replace(transfer, src=MOVED.src) for transfer in BUCKET.transfers),
+            )
+        ),
         digest_of(replace(BUCKET, transfers=(MOVED,), fan_out=(OTHER,))),
         # A change of the second transfer, so that a changed buffer is not numbered first.
-        digest_of(replace(BUCKET, transfers=(OTHER, replace(MOVED, src=replace(MOVED.src, strides=(5, 1)))))),
+        digest_of(
+            replace(
+                BUCKET, transfers=(OTHER, replace(MOVED, src=replace(MOVED.src, strides=(5, 1))))
+            )
+        ),
     ]
     assert len(set(digests)) == len(digests)
 
 
-RAN = replace(GOOD, seen=[{"plan": "d1", "buckets": 2, "transfers": 3}, {"plan": "d2", "buckets": 2, "transfers": 4}])
+RAN = replace(
+    GOOD,
+    seen=[
+        {"plan": "d1", "buckets": 2, "transfers": 3},
+        {"plan": "d2", "buckets": 2, "transfers": 4},
+    ],
+)
 
 
 CHANGES: list[tuple[Values, list[str]]] = [
     ({}, []),
-    ({"bytes_received": 9, "bytes_least": 9}, ["bytes_received: 9, recorded 8", "bytes_least: 9, recorded 8"]),
+    (
+        {"bytes_received": 9, "bytes_least": 9},
+        ["bytes_received: 9, recorded 8", "bytes_least: 9, recorded 8"],
+    ),
     ({"seen": RAN.seen[::-1]}, ["plan: "]),
     ({"seen": [{**part, "buckets": 3} for part in RAN.seen]}, ["buckets: 3, recorded 2"]),
     ({"name": "another"}, ["not in golden.json"]),
@@ -65,4 +93,6 @@ def test_a_difference_is_a_fault_of_the_cell(tmp_path: Path) -> None:
     golden.record(RAN, [RAN.name], file)
     for change, messages in CHANGES:
         faults = golden.faults(replace(RAN, **change), golden.read(file))
-        assert [text in fault for text, fault in zip(messages, faults, strict=True)] == [True] * len(messages)
+        assert [text in fault for text, fault in zip(messages, faults, strict=True)] == [
+            True
+        ] * len(messages)

@@ -12,7 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_engine.tools.verify.machine import GIB, Gpu, Machine, described, facts_of, memory_users, this_machine
+from hybrid_engine.tools.verify.machine import (
+    GIB,
+    Gpu,
+    Machine,
+    described,
+    facts_of,
+    memory_users,
+    this_machine,
+)
 from tests.hybrid_engine.tools.programs import invoke
 
 H100 = Gpu("H100", "9.0", 80 * GIB, 70 * GIB, "GPU-1")
@@ -31,13 +39,20 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_gpus_are_queried_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: None) -> None:
+def test_gpus_are_queried_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: None
+) -> None:
     reply = json.dumps([asdict(H100)])
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f"echo a library prints; printf '{reply}'"))
+    monkeypatch.setattr(
+        sys, "executable", program(tmp_path / "python", f"echo a library prints; printf '{reply}'")
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (gpu,) = this_machine().gpus
     assert (gpu.name, gpu.free_nbytes) == ("H100", 70 * GIB)
-    assert gpu.users == ("process 7 (/usr/bin/python) has 10.0 GiB", "process 8 ([Not Found]) has memory")
+    assert gpu.users == (
+        "process 7 (/usr/bin/python) has 10.0 GiB",
+        "process 8 ([Not Found]) has memory",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +64,9 @@ def test_gpus_are_queried_in_another_process(tmp_path: Path, monkeypatch: pytest
         ("printf '[] and more'", "wrote no JSON: [] and more"),
     ],
 )
-def test_a_failed_query_is_reported(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_query_is_reported(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", script))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     machine = this_machine()
@@ -67,14 +84,18 @@ def test_faulty_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def mem_get_info(index: int) -> tuple[int, int]:
         if index == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nCUDA kernel errors might be reported elsewhere")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory.\nCUDA kernel errors might be reported elsewhere"
+            )
         return 70 * GIB, 80 * GIB
 
     properties = SimpleNamespace(name="H100", major=9, minor=0, uuid="1", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    monkeypatch.setattr(torch, "device", lambda kind, index: "no such device" if index == 1 else "cpu")
+    monkeypatch.setattr(
+        torch, "device", lambda kind, index: "no such device" if index == 1 else "cpu"
+    )
     full, broken, last = described()
     assert full == replace(H100, free_nbytes=0, problem="CUDA out of memory")
     assert broken.free_nbytes == 0

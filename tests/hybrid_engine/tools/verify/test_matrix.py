@@ -61,16 +61,22 @@ def test_every_cell_is_a_valid_configuration(combination: Combination, tmp_path:
     """
     config = combination.case(tmp_path).config(combination.num_ranks)
     keys = {violation.key for violation in find_violations(config, combination.num_ranks)}
-    assert keys == ({"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set())
+    assert keys == (
+        {"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set()
+    )
     sizes = config.train_sizes(combination.num_ranks)
     if isinstance(sizes, ShardedParallelism):
         short = {"fsdp": sizes.num_shards, "replicas": sizes.replicas}
     else:
         short = {"tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "ep": sizes.expert}
-    assert {f"{key}{size}" for key, size in short.items() if size > 1} <= set(combination.train.split())
+    assert {f"{key}{size}" for key, size in short.items() if size > 1} <= set(
+        combination.train.split()
+    )
     sizes = config.generate_config.sizes(combination.num_ranks)
     short = {"tp": sizes.tensor, "pp": sizes.pipeline, "ep": sizes.expert}
-    assert {f"{key}{size}" for key, size in short.items() if size > 1} == set(combination.infer.split())
+    assert {f"{key}{size}" for key, size in short.items() if size > 1} == set(
+        combination.infer.split()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,9 @@ def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         engines.launch(golden.main, num_ranks, str(job), str(out), timeout=800)
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
-    return {cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_forked)}
+    return {
+        cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_forked)
+    }
 
 
 @pytest.mark.engines

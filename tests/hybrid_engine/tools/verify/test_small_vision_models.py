@@ -1,4 +1,4 @@
-"""`verify` and `certify` of models of images and text: small models with the published processor."""
+"""`verify` and `certify` of small models of images and text with a published processor."""
 
 from __future__ import annotations
 
@@ -33,14 +33,24 @@ def test_small_models_keep_tensors_and_vocabulary_of_published_ones(name: str) -
     assert table.dims.vocab_size == table_for(published).dims.vocab_size
     assert table.placeholders == table_for(published).placeholders
     # Mostly vocabulary and tower.
-    assert sum(map(math.prod, table.shapes.values())) < 0.05 * sum(map(math.prod, table_for(published).shapes.values()))
+    assert sum(map(math.prod, table.shapes.values())) < 0.05 * sum(
+        map(math.prod, table_for(published).shapes.values())
+    )
 
 
 def test_layers_of_a_special_kind_keep_their_places() -> None:
     small = reduced_config(PUBLISHED_VISION["qwen3-vl"], 4)
-    assert small["vision_config"]["deepstack_visual_indexes"] == [1, 2, 3]  # of 8, 16, 24 in 27 layers
+    assert small["vision_config"]["deepstack_visual_indexes"] == [
+        1,
+        2,
+        3,
+    ]  # of 8, 16, 24 in 27 layers
     assert small["vision_config"]["out_hidden_size"] == small["text_config"]["hidden_size"]
-    assert small["text_config"]["rope_parameters"]["mrope_section"] == [6, 5, 5]  # pairs of 32 elements
+    assert small["text_config"]["rope_parameters"]["mrope_section"] == [
+        6,
+        5,
+        5,
+    ]  # pairs of 32 elements
 
 
 def test_models_without_a_processor_are_refused(tmp_path: Path) -> None:
@@ -50,14 +60,18 @@ def test_models_without_a_processor_are_refused(tmp_path: Path) -> None:
         lambda: case_of("small", tmp_path, tmp_path / "small", 1, {"fsdp": {}}, {}),
         lambda: certify.prepare(tmp_path, "small", (), tmp_path / "scratch"),
     ):
-        with pytest.raises(ConfigError, match="takes images and has no processor's files") as caught:
+        with pytest.raises(
+            ConfigError, match="takes images and has no processor's files"
+        ) as caught:
             call()
         (violation,) = caught.value.findings
         assert (violation.key, violation.code) == ("model", "needs-processor")
 
 
 @pytest.mark.slow
-def test_a_package_that_vllm_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_vllm_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm import ModelRegistry
 
     from hybrid_engine.backends.vllm.isolation import register_model_class
@@ -66,10 +80,14 @@ def test_a_package_that_vllm_lacks_is_named(tmp_path: Path, monkeypatch: pytest.
         raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
 
     monkeypatch.setitem(
-        ModelRegistry.models, QWEN3_VL, SimpleNamespace(module_name="qwen3_vl", load_model_cls=load_model_cls)
+        ModelRegistry.models,
+        QWEN3_VL,
+        SimpleNamespace(module_name="qwen3_vl", load_model_cls=load_model_cls),
     )
     model = write_vision_model(tmp_path, QWEN3_VL)
-    with pytest.raises(ConfigError, match=f"vLLM's class of {QWEN3_VL} needs torchvision") as caught:
+    with pytest.raises(
+        ConfigError, match=f"vLLM's class of {QWEN3_VL} needs torchvision"
+    ) as caught:
         register_model_class(str(model))
     assert [violation.code for violation in caught.value.findings] == ["needs-package"]
 
@@ -99,7 +117,11 @@ def test_verify_of_a_model_of_images(tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "published", QWEN3_VL)
     config = json.loads((model / "config.json").read_text())
     config["text_config"] |= {"num_hidden_layers": 12, "hidden_size": 256}
-    config["vision_config"] |= {"depth": 9, "out_hidden_size": 256, "deepstack_visual_indexes": [2, 5]}
+    config["vision_config"] |= {
+        "depth": 9,
+        "out_hidden_size": 256,
+        "deepstack_visual_indexes": [2, 5],
+    }
     (model / "config.json").write_text(json.dumps(config))
     sizes = {"infer_tensor_parallel_size": 2}
     case = case_of("small", model, tmp_path / "small", 2, {"fsdp": {}}, sizes)

@@ -52,8 +52,12 @@ def test_a_good_verdict_has_no_faults() -> None:
     assert replace(GOOD, vllm=LOGITS_ATOL["float32"]).faults == []
 
 
-@pytest.mark.parametrize(("rounding", "has_fault"), [({}, True), ({"bfloat16": 0.2}, True), ({"bfloat16": 0.4}, False)])
-def test_transformers_in_the_same_dtype_bounds_rounding(rounding: dict[str, float], has_fault: bool) -> None:
+@pytest.mark.parametrize(
+    ("rounding", "has_fault"), [({}, True), ({"bfloat16": 0.2}, True), ({"bfloat16": 0.4}, False)]
+)
+def test_transformers_in_the_same_dtype_bounds_rounding(
+    rounding: dict[str, float], has_fault: bool
+) -> None:
     """Multipliers of Granite's logits enlarge rounding, in transformers too."""
     verdict = replace(GOOD, served_dtype="bfloat16", vllm=0.59, rounding=rounding)
     assert bool(verdict.faults) == has_fault
@@ -63,7 +67,10 @@ def test_transformers_in_the_same_dtype_bounds_rounding(rounding: dict[str, floa
     ("change", "message"),
     [
         ({"error": "rank 1: boom"}, "rank 1: boom"),
-        ({"different": ["rank 0 lm_head.weight"]}, "rank 0 lm_head.weight: not bitwise what vLLM loads"),
+        (
+            {"different": ["rank 0 lm_head.weight"]},
+            "rank 0 lm_head.weight: not bitwise what vLLM loads",
+        ),
         ({"num_parameters": 0}, "0 parameters compared"),
         ({"num_versions": 2}, "over 2 changing versions"),
         ({"bytes_received": 9}, "9 bytes received, but 8 are enough"),
@@ -124,15 +131,29 @@ def test_small_models_keep_the_architecture(family: str) -> None:
 
 def kinds(table: ModelTable) -> set[str]:
     """Return the names of a model's tensors, without their numbers."""
-    return {".".join("#" if part.isdigit() else part for part in name.split(".")) for name in table.shapes}
+    return {
+        ".".join("#" if part.isdigit() else part for part in name.split("."))
+        for name in table.shapes
+    }
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tp_sizes"),
-    [(32, 8, (2, 4)), (14, 2, (2, 1)), (48, 12, (4, 3)), (128, 128, (8,)), (8, 1, (2,)), (6, 6, (3, 2))],
+    [
+        (32, 8, (2, 4)),
+        (14, 2, (2, 1)),
+        (48, 12, (4, 3)),
+        (128, 128, (8,)),
+        (8, 1, (2,)),
+        (6, 6, (3, 2)),
+    ],
 )
 def test_heads_divide_by_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
-    config = {**published_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = {
+        **published_configs.QWEN3_8B,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
     small = reduced_config(config, 4, Divisors(tp_sizes))
     for tp in tp_sizes:
         assert small["num_attention_heads"] % tp == 0
@@ -185,10 +206,13 @@ QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
         ({**QWEN3_MOE, "num_hidden_layers": 6}, 3, {"pp": 3}, {}, 6),
         ({**QWEN3_MOE, "num_experts": 40}, 20, {"ep": 10, "etp": 1}, {"ep": 20}, 4),
         ({**QWEN3_MOE, "num_hidden_layers": 48}, 15, {"pp": 3, "vpp": 4}, {"pp": 5}, 12),
-        (published_configs.DEEPSEEK_V3, 64, {"tp": 2, "pp": 8, "ep": 4, "etp": 1, "first": 5}, {"tp": 4, "ep": 32}, 12),
-        (published_configs.DEEPSEEK_V3, 32, {"pp": 4, "ep": 8, "layout": "E|t*31|t*30|mL"}, {"ep": 8}, 61),
+        (published_configs.DEEPSEEK_V3, 64, {"tp": 2, "pp": 8, "ep": 4, "etp": 1, "first": 5},
+         {"tp": 4, "ep": 32}, 12),
+        (published_configs.DEEPSEEK_V3, 32, {"pp": 4, "ep": 8, "layout": "E|t*31|t*30|mL"},
+         {"ep": 8}, 61),
         (published_configs.DEEPSEEK_V3, 8, None, {"tp": 8, "ep": 8}, 4),
-        ({**published_configs.QWEN3_8B, **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20),
+        ({**published_configs.QWEN3_8B,
+          **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20),
           "intermediate_size": 1920, "vocab_size": 64000}, 10, {"tp": 5}, {"tp": 5, "pp": 2}, 4),
     ],
 )  # fmt: skip
@@ -202,11 +226,15 @@ def test_small_models_satisfy_the_published_layouts(
 ) -> None:
     """`train` None: FSDP2."""
     sections = {
-        "actor_config": {"fsdp": {}} if train is None else {TRAIN_KEYS[name]: size for name, size in train.items()},
+        "actor_config": {"fsdp": {}}
+        if train is None
+        else {TRAIN_KEYS[name]: size for name, size in train.items()},
         "generate_config": {INFER_KEYS[name]: size for name, size in infer.items()},
     }
     published = write_config(tmp_path / "published", model)
-    config = load_config({"model": str(published), **sections}, ranks, weights_only=True, own_weights=True)
+    config = load_config(
+        {"model": str(published), **sections}, ranks, weights_only=True, own_weights=True
+    )
     case = case_of("case", published, tmp_path / "small", ranks, *values_to_verify(config))
     small = table_for(json.loads((Path(case.model) / "config.json").read_text()))
     assert small.dims.num_layers == num_layers
@@ -224,11 +252,25 @@ def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> Non
     values = {
         "model": str(published),
         "actor_config": {
-            **{"lora": {"rank": 4}, "seq_length": 8192, "optimizer": {"lr": 1e-6}, "make_vocab_size_divisible_by": 64},
-            **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 9},
+            **{
+                "lora": {"rank": 4},
+                "seq_length": 8192,
+                "optimizer": {"lr": 1e-6},
+                "make_vocab_size_divisible_by": 64,
+            },
+            **{
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 9,
+            },
         },
         "generate_config": {
-            **{"lora_delivery": "adapter", "max_model_len": 9000, "kv_cache_mb": 4000, "transport": "collective"},
+            **{
+                "lora_delivery": "adapter",
+                "max_model_len": 9000,
+                "kv_cache_mb": 4000,
+                "transport": "collective",
+            },
             **{"trace": "trace.json", "release_weights": False},
         },
     }
@@ -236,10 +278,26 @@ def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> Non
     reduced = case_of("case", published, tmp_path / "small", 2, *values_to_verify(config)).config(2)
     actor = reduced.actor_config
     generate = reduced.generate_config
-    assert (actor.lora.rank, actor.make_vocab_size_divisible_by, actor.params_dtype) == (4, 64, "bfloat16")
-    assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
-    assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
-    assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, 64, None)
+    assert (actor.lora.rank, actor.make_vocab_size_divisible_by, actor.params_dtype) == (
+        4,
+        64,
+        "bfloat16",
+    )
+    assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (
+        SEQ_LENGTH,
+        1e-2,
+        None,
+    )
+    assert (generate.lora_delivery, generate.transport, generate.release_weights) == (
+        "adapter",
+        "collective",
+        False,
+    )
+    assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (
+        2 * SEQ_LENGTH,
+        64,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,12 +319,16 @@ def test_an_error_before_the_first_comparison_is_no_verdict(
     assert ("No verdict: rank 0: " in result.stderr) == (status > 1)
 
 
-def test_the_command_runs_the_case_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_runs_the_case_of_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arguments override keys of the file. The ranks are fakes."""
     write_config(tmp_path / "model", published_configs.QWEN3_8B)
     file = tmp_path / "job.yaml"
     started = []
-    file.write_text("model: model\nactor_config: {tensor_model_parallel_size: 2, params_dtype: float32}\n")
+    file.write_text(
+        "model: model\nactor_config: {tensor_model_parallel_size: 2, params_dtype: float32}\n"
+    )
 
     def run(cases: list[Case], num_ranks: int, **_: Any) -> list[Verdict]:
         config = cases[0].config(num_ranks)
@@ -274,12 +336,18 @@ def test_the_command_runs_the_case_of_a_configuration(tmp_path: Path, monkeypatc
         return [replace(GOOD, name=cases[0].name)]
 
     monkeypatch.setattr("hybrid_engine.tools.verify.verify.run_cases", run)
-    sizes = "generate_config.infer_pipeline_parallel_size=2", "generate_config.quantization=fp8_per_channel"
+    sizes = (
+        "generate_config.infer_pipeline_parallel_size=2",
+        "generate_config.quantization=fp8_per_channel",
+    )
     result = invoke("verify", file, *sizes, "--ranks", 2, "--layers", 6, "--json")
     ((config, num_layers, num_ranks),) = started
     assert (num_ranks, num_layers) == (2, 6)
     assert config.actor_config.tensor_model_parallel_size == 2
-    assert (config.actor_config.params_dtype, config.generate_config.infer_pipeline_parallel_size) == ("float32", 2)
+    assert (
+        config.actor_config.params_dtype,
+        config.generate_config.infer_pipeline_parallel_size,
+    ) == ("float32", 2)
     output = json.loads(result.stdout)
     assert output["name"].endswith("quantization=fp8_per_channel on 2 ranks")
     assert "without generate_config.quantization (fp8_per_channel)" in output["remarks"][-1]

@@ -7,7 +7,12 @@ import torch
 
 from hybrid_engine.errors import BatchError
 from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.trainer.batches.arrangement import MicroBatch, micro_batches, positions_in, sequence_ids_of
+from hybrid_engine.trainer.batches.arrangement import (
+    MicroBatch,
+    micro_batches,
+    positions_in,
+    sequence_ids_of,
+)
 from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import violated
 
@@ -16,7 +21,9 @@ CPU = torch.device("cpu")
 
 def letter_batch(*rows: str, **further: torch.Tensor) -> TensorDict:
     """Build a batch of letters; `_` is padding, and labels are the next tokens."""
-    tokens = torch.tensor([[0 if letter == "_" else ord(letter) - ord("a") + 1 for letter in row] for row in rows])
+    tokens = torch.tensor(
+        [[0 if letter == "_" else ord(letter) - ord("a") + 1 for letter in row] for row in rows]
+    )
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), **further}
 
 
@@ -31,13 +38,19 @@ def single_micro_batch(batch: TensorDict, **settings: int) -> MicroBatch:
 
 
 def text(tokens: torch.Tensor) -> list[str]:
-    return ["".join("_" if token == 0 else chr(token + ord("a") - 1) for token in row) for row in tokens.tolist()]
+    return [
+        "".join("_" if token == 0 else chr(token + ord("a") - 1) for token in row)
+        for row in tokens.tolist()
+    ]
 
 
 def test_images_stay_on_the_host_until_their_micro_batch_is_computed() -> None:
     pair = {"pixel_values": torch.arange(6.0).view(3, 2)}
     single = {"pixel_values": torch.arange(2.0).view(1, 2)}
-    batch = {**letter_batch("abc", "def", "abc", "def"), IMAGES: ImageRows([pair, single, pair, pair])}
+    batch = {
+        **letter_batch("abc", "def", "abc", "def"),
+        IMAGES: ImageRows([pair, single, pair, pair]),
+    }
     meta = torch.device("meta")
     parts = micro_batches(batch, 2, meta)
     for part in parts:
@@ -48,7 +61,8 @@ def test_images_stay_on_the_host_until_their_micro_batch_is_computed() -> None:
         (joined,) = part.rows.images.joined(meta).values()
         assert joined.device == meta
     assert torch.equal(
-        parts[0].rows.images.joined(CPU)["pixel_values"], torch.cat([pair["pixel_values"], single["pixel_values"]])
+        parts[0].rows.images.joined(CPU)["pixel_values"],
+        torch.cat([pair["pixel_values"], single["pixel_values"]]),
     )
 
 
@@ -74,20 +88,26 @@ def test_unused_columns_are_removed() -> None:
     rows = single_micro_batch(masked_batch("___abc____________", "defgh_____________")).rows
     assert rows.tokens.shape == (2, 8)
     assert text(rows.restore(rows.tokens)) == ["___abc____________", "defgh_____________"]
-    assert single_micro_batch(masked_batch("_____abc__________"), multiple=12).rows.tokens.shape == (1, 18)
+    assert single_micro_batch(
+        masked_batch("_____abc__________"), multiple=12
+    ).rows.tokens.shape == (1, 18)
     assert single_micro_batch(masked_batch("_________")).rows.tokens.shape == (1, 8)
 
 
 def test_rows_of_a_pipeline_have_the_same_length() -> None:
     batch = masked_batch("ab________________", "abcdefghi_________")
     assert [part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU)] == [8, 16]
-    assert [part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU, same_length=True)] == [16, 16]
+    assert [
+        part.rows.tokens.shape[1] for part in micro_batches(batch, 1, CPU, same_length=True)
+    ] == [16, 16]
 
 
 def test_sequences_may_be_given_by_positions_alone() -> None:
     """Padding counts as a sequence then."""
     positions = positions_in(torch.tensor([[0, 7, 7, 3, 0, 5, 5, 5], [1, 1, 1, 1, 1, 2, 0, 0]]))
-    rows = single_micro_batch({**letter_batch("_abc_def", "ghijkl__"), "position_ids": positions}).rows
+    rows = single_micro_batch(
+        {**letter_batch("_abc_def", "ghijkl__"), "position_ids": positions}
+    ).rows
     assert rows.position_ids.equal(positions)
     assert text(rows.restore(rows.tokens)) == ["_abc_def", "ghijkl__"]
 
@@ -130,7 +150,9 @@ def test_mtp_mask_excludes_padding_and_sequence_boundaries() -> None:
         ("sequence_ids beside a mask", [[1, 1, 1, 1]], "keys-disagree"),
     ],
 )
-def test_inconsistent_keys_are_refused_by_name(key: str, values: list[list[int]], code: str) -> None:
+def test_inconsistent_keys_are_refused_by_name(
+    key: str, values: list[list[int]], code: str
+) -> None:
     key, _, mask = key.partition(" ")
     batch = masked_batch("_abc") if mask else letter_batch("abcd")
     with violated(BatchError, (key, code)):
@@ -150,7 +172,9 @@ def test_random_rows_are_restored() -> None:
         batch = {"tokens": torch.randint(1, 9, ids.shape, generator=generator), "sequence_ids": ids}
         rows = single_micro_batch({**batch, "temperature": batch["tokens"] + 0.5}).rows
         assert rows.temperature is not None
-        assert torch.equal(rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0))
+        assert torch.equal(
+            rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0)
+        )
         computed = torch.stack([rows.tokens, rows.position_ids], -1)
         expected = torch.stack([batch["tokens"], positions_in(ids)], -1)
         assert torch.equal(rows.restore(computed), expected.where(ids[..., None] > 0, 0))

@@ -83,14 +83,20 @@ def test_packed_rows_contain_the_same_sequences() -> None:
     packed = pack(PROMPTS, COMPLETIONS, S)
     assert packed.batch["tokens"].shape == (2, S)  # four sequences in two rows
     for name in ("tokens", "labels", "mask"):
-        for row, values, place in zip(plain[name], packed.unpack(packed.batch[name]), packed.places, strict=True):
+        for row, values, place in zip(
+            plain[name], packed.unpack(packed.batch[name]), packed.places, strict=True
+        ):
             assert torch.equal(row[: place.length], values)
     # The mean is over all tokens and does not depend on the number of rows.
-    means = [(batch["weights"] * batch["labels"]).sum(1).mean().item() for batch in (plain, packed.batch)]
+    means = [
+        (batch["weights"] * batch["labels"]).sum(1).mean().item() for batch in (plain, packed.batch)
+    ]
     assert means[0] == pytest.approx(means[1])
     ids = packed.batch["sequence_ids"]
     assert torch.equal(packed.spread(torch.arange(1, 5)), ids)
-    assert packed.spread(torch.tensor([0.5, 1, 2, 3])).sum().item() == 2 * 0.5 + 4 * 1 + 3 * 2 + 3 * 3
+    assert (
+        packed.spread(torch.tensor([0.5, 1, 2, 3])).sum().item() == 2 * 0.5 + 4 * 1 + 3 * 2 + 3 * 3
+    )
 
 
 def test_long_sequences_are_packed_first() -> None:
@@ -128,7 +134,10 @@ REFUSED: dict[str, tuple[Values, list[tuple[str, str]]]] = {
     "fractions": ({"prompts": torch.ones(4, 2)}, [("prompts[0]", "not-token-ids")]),
     "no list": ({"prompts": None}, [("prompts", "not-a-list")]),
     "other numbers of them": ({"prompts": PROMPTS[:2]}, [("prompts", "different-lengths")]),
-    "a tokenizer without a pad token": ({"pad_token_id": None}, [("pad_token_id", "not-a-whole-number")]),
+    "a tokenizer without a pad token": (
+        {"pad_token_id": None},
+        [("pad_token_id", "not-a-whole-number")],
+    ),
     "a length of 0": ({"seq_length": 0}, [("seq_length", "out-of-range")]),
 }
 
@@ -146,9 +155,13 @@ def test_temperatures_of_completions_are_kept() -> None:
     completions = [Sampled(), Sampled((5, 6), temperature=2.0)]
     assert build_batch(prompts, completions, S)["temperature"].tolist() == [0.5, 2.0]
     assert build_batch(prompts, [Sampled(), (5, 6)], S)["temperature"].tolist() == [0.5, 1.0]
-    assert pack(prompts, completions, S).batch["temperature"].tolist() == [[0.5] * 3 + [2.0] * 2 + [1.0]]
+    assert pack(prompts, completions, S).batch["temperature"].tolist() == [
+        [0.5] * 3 + [2.0] * 2 + [1.0]
+    ]
     for make in (build_batch, pack):
-        built = make(prompts, [replace(completion, temperature=1.0) for completion in completions], S)
+        built = make(
+            prompts, [replace(completion, temperature=1.0) for completion in completions], S
+        )
         assert "temperature" not in (built if isinstance(built, dict) else built.batch)
 
 

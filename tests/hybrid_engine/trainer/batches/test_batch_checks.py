@@ -52,7 +52,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]]]] = {
     ),
     "a number": (lambda: batch(beta=0.1), [("beta", "not-a-tensor")]),
     "no tensor": (lambda: batch(rewards=[1.0] * 4), [("rewards", "not-a-tensor")]),
-    "one row": (lambda: {"tokens": torch.arange(6), "labels": torch.arange(6)}, [("tokens", "wrong-shape")]),
+    "one row": (
+        lambda: {"tokens": torch.arange(6), "labels": torch.arange(6)},
+        [("tokens", "wrong-shape")],
+    ),
     "shapes and types": (
         lambda: batch(
             labels=torch.zeros(4, 5),
@@ -70,8 +73,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[tuple[str, str]]]] = {
             ("temperature", "wrong-number-of-rows"),
         ],
     ),
-    "a cold row": (lambda: batch(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0])), [("temperature", "out-of-range")]),
-    "temperatures of other tokens": (lambda: batch(temperature=torch.ones(4, 5)), [("temperature", "wrong-shape")]),
+    "a cold row": (
+        lambda: batch(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0])),
+        [("temperature", "out-of-range")],
+    ),
+    "temperatures of other tokens": (
+        lambda: batch(temperature=torch.ones(4, 5)),
+        [("temperature", "wrong-shape")],
+    ),
     "sizes and ids": (
         lambda: {
             "tokens": torch.full((3, 7), 10),
@@ -163,10 +172,15 @@ CASES = {
     "another reward": Case(True, changed_batch("rewards"), key="rewards", code=DIFFERS),
     "another flag": Case(True, changed_batch("is_done"), key="is_done", code=DIFFERS),
     "other tokens of a part": Case(True, changed_batch("tokens"), LOCAL, LOCAL, "tokens", DIFFERS),
-    "another type": Case(True, {**BATCH, "rewards": BATCH["rewards"].double()}, key="rewards", code=DIFFERS),
+    "another type": Case(
+        True, {**BATCH, "rewards": BATCH["rewards"].double()}, key="rewards", code=DIFFERS
+    ),
     "one more": Case(True, {**BATCH, "more": BATCH["rewards"]}, key="more", code=DIFFERS),
     "one less": Case(
-        True, {name: BATCH[name] for name in ("tokens", "labels", "rewards")}, key="is_done", code=DIFFERS
+        True,
+        {name: BATCH[name] for name in ("tokens", "labels", "rewards")},
+        key="is_done",
+        code=DIFFERS,
     ),
     "more rows": Case(True, TWICE, key="tokens", code=DIFFERS),
     "another kind of data": Case(True, BATCH, {}, LOCAL, "data", DIFFERS),
@@ -174,9 +188,13 @@ CASES = {
     "another learning rate": Case(
         False, BATCH, {"learning_rate": 0.01}, {"learning_rate": 0.02}, "learning_rate", DIFFERS
     ),
-    "nothing to train on one": Case(True, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}),
+    "nothing to train on one": Case(
+        True, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}
+    ),
     "another call": Case(True, BATCH, {}, {"call": "scoring"}, code="different-calls"),
-    "own parts": Case(False, changed_batch("tokens"), LOCAL, LOCAL, share=(list(range(8)), [0, 1, 2, 3] * 2)),
+    "own parts": Case(
+        False, changed_batch("tokens"), LOCAL, LOCAL, share=(list(range(8)), [0, 1, 2, 3] * 2)
+    ),
     "other rewards of its own rows": Case(False, changed_batch("rewards")),
     "all rows, other rows": Case(False, changed_batch("tokens"), key="tokens", code=DIFFERS),
 }
@@ -194,7 +212,9 @@ def test_all_ranks_get_their_share_or_report_the_same_difference(name: str) -> N
     case = CASES[name]
     rank = job().rank
     agreement = job().agreement
-    limits = BatchLimits(8, micro_batch_size=1, dp_rank=0 if case.together else rank, dp_size=2 - case.together)
+    limits = BatchLimits(
+        8, micro_batch_size=1, dp_rank=0 if case.together else rank, dp_size=2 - case.together
+    )
     rows, arguments = (case.second, case.there) if rank else (BATCH, case.here)
     call = {"call": "training step", **arguments}
     if not case.code:

@@ -19,8 +19,14 @@ def log_probs() -> torch.Tensor:
 
 ACCEPTED: dict[str, tuple[Any, dict[str, float]]] = {
     "scalar": (lambda _batch, log_probs: -log_probs.mean(), {"loss": 1.0}),
-    "one element": (lambda _batch, log_probs: -log_probs.mean(dim=(0, 1), keepdim=True), {"loss": 1.0}),
-    "dict": (lambda _batch, log_probs: {"loss": -log_probs.mean(), "kl": 0.5}, {"loss": 1.0, "kl": 0.5}),
+    "one element": (
+        lambda _batch, log_probs: -log_probs.mean(dim=(0, 1), keepdim=True),
+        {"loss": 1.0},
+    ),
+    "dict": (
+        lambda _batch, log_probs: {"loss": -log_probs.mean(), "kl": 0.5},
+        {"loss": 1.0, "kl": 0.5},
+    ),
     "pair": (lambda _batch, log_probs: (-log_probs.mean(), {"tokens": 6}), {"tokens": 6.0}),
     "pair without report": (lambda _batch, log_probs: (-log_probs.mean(), {}), {}),
 }
@@ -104,7 +110,9 @@ def test_a_loss_that_is_not_finite_is_reported_at_the_end(
     assert has_code("loss-not-finite", text, "micro batch 1")(checked.fault)
 
 
-def test_an_input_that_is_not_finite_is_reported_instead_of_the_loss(meet_ranks: Callable[..., None]) -> None:
+def test_an_input_that_is_not_finite_is_reported_instead_of_the_loss(
+    meet_ranks: Callable[..., None],
+) -> None:
     checked = CheckedLoss(lambda _batch, log_probs: log_probs.mean())
     checked({}, log_probs() * float("nan"))
     meet_ranks(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
@@ -127,8 +135,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "loss-without-gradient"),
     "dict without": (lambda _b, log_probs: {"kl": 1.0}, "no-loss"),
     "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "no-loss"),
-    "vector in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}), "report-not-a-scalar"),
-    "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "report-not-a-scalar"),
+    "vector in the report": (
+        lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}),
+        "report-not-a-scalar",
+    ),
+    "text in the report": (
+        lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}),
+        "report-not-a-scalar",
+    ),
     "error": (lambda batch, _log_probs: batch["weights"], "loss-function-failed"),
     "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "loss-function-failed"),
 }

@@ -58,9 +58,13 @@ def test_every_token_returns_to_its_row(batch: TensorDict, multiple_of: int) -> 
     assert int((packed.batch["sequence_ids"] > 0).sum()) == int(is_real.sum())
     for name in ("tokens", "labels", "mask"):
         assert torch.equal(packed.restore(packed.batch[name]), batch[name].where(is_real, 0))
-    assert torch.equal(packed.restore(packed.batch["top"]), batch["top"].where(is_real[..., None], 0))
+    assert torch.equal(
+        packed.restore(packed.batch["top"]), batch["top"].where(is_real[..., None], 0)
+    )
     for name in ("temperature", "advantages"):
-        assert torch.equal(packed.restore(packed.batch[name]), batch[name][:, None].where(is_real, 0))
+        assert torch.equal(
+            packed.restore(packed.batch[name]), batch[name][:, None].where(is_real, 0)
+        )
     is_padding = packed.batch["sequence_ids"] == 0
     assert bool((packed.batch["temperature"][is_padding] == 1).all()), "logits are divided by it"
     if "weights" in batch:
@@ -111,8 +115,14 @@ def refused() -> dict[str, tuple[Values, tuple[str, str]]]:
         ),
         "no tokens": ({"labels": tokens}, ("tokens", "missing-key")),
         "a list": ({"tokens": tokens, "values": [1, 2]}, ("values", "wrong-shape")),
-        "another width": ({"tokens": tokens, "values": torch.ones(2, 3)}, ("values", "wrong-shape")),
-        "other rows": ({"tokens": tokens, "advantages": torch.ones(3)}, ("advantages", "wrong-shape")),
+        "another width": (
+            {"tokens": tokens, "values": torch.ones(2, 3)},
+            ("values", "wrong-shape"),
+        ),
+        "other rows": (
+            {"tokens": tokens, "advantages": torch.ones(3)},
+            ("advantages", "wrong-shape"),
+        ),
     }
 
 

@@ -18,7 +18,9 @@ BOTH = Outputs(entropy=True, top_k=4)
 
 def logits(dtype: torch.dtype) -> torch.Tensor:
     """Return logits with a certain token, unlikely ones, and one of probability 0."""
-    values = torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
+    values = (
+        torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
+    )
     values[0, 0, 3] = 200.0  # probability 1
     values[..., -1] = float("-inf")  # padding of the vocabulary
     return values.to(dtype)
@@ -34,7 +36,9 @@ def test_outputs_equal_torch_on_whole_logits() -> None:
         outputs = token_outputs(logits(dtype), BOTH)
         entropy, top_log_probs, top_token_ids = expected(logits(torch.float64))
         torch.testing.assert_close(outputs["entropy"].double(), entropy, atol=tolerance, rtol=0)
-        torch.testing.assert_close(outputs["top_log_probs"].double(), top_log_probs, atol=tolerance * 10, rtol=0)
+        torch.testing.assert_close(
+            outputs["top_log_probs"].double(), top_log_probs, atol=tolerance * 10, rtol=0
+        )
         assert torch.equal(outputs["top_token_ids"], top_token_ids)
         assert tuple(outputs) == BOTH.names
 
@@ -52,7 +56,9 @@ def test_gradients_are_those_of_the_logits_though_these_are_overwritten() -> Non
 def scored(dtype: Any, length: int, calls: Any) -> Any:
     """Return entropy and its gradients; add the rows of which logits were computed to `calls`."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(size, 16).bfloat16().to(dtype).requires_grad_() for size in (990, 300))
+    hidden, weight = (
+        torch.randn(size, 16).bfloat16().to(dtype).requires_grad_() for size in (990, 300)
+    )
     product = chunk_product(990, length)
 
     def score(part: Any) -> Any:
@@ -68,6 +74,8 @@ def test_chunks_are_as_exact_as_whole_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         calls = []
         results = scored(torch.float64, 990, []), scored(dtype, 990, []), scored(dtype, 90, calls)
-        assert calls == [90] * 22  # the logits of 11 chunks, which are not kept for the backward pass
+        assert (
+            calls == [90] * 22
+        )  # the logits of 11 chunks, which are not kept for the backward pass
         for exact, whole, chunked in zip(*results, strict=True):
             assert (chunked - exact).norm() <= (whole - exact).norm() * 1.02

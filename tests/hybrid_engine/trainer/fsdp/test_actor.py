@@ -49,7 +49,9 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(
     llava: Path, patterns: list[str], codes: list[str]
 ) -> None:
     expected = has_violations(*(("actor_config.frozen_parameters", code) for code in codes))
-    actor = ActorConfig(fsdp=FsdpConfig(), params_dtype="float32", frozen_parameters=tuple(patterns))
+    actor = ActorConfig(
+        fsdp=FsdpConfig(), params_dtype="float32", frozen_parameters=tuple(patterns)
+    )
     config = HybridConfig(model=llava, actor_config=actor)
     with pytest.raises(ConfigError, check=expected):
         # refused before the mesh is used

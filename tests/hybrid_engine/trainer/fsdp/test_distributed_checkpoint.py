@@ -28,7 +28,13 @@ from tests.harness.errors import failing
 from tests.harness.launch import Ranks, on_ranks
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
-from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, State, actor, state_of, train
+from tests.hybrid_engine.backends.fsdp.actors import (
+    TIED_WITH_ODD_ROWS,
+    State,
+    actor,
+    state_of,
+    train,
+)
 from tests.zoo.tiny_models import Zoo
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}
@@ -87,7 +93,10 @@ def test_loaded_state_equals_saved_state(zoo: Zoo, tmp_path: Path) -> None:
 def save(path: Path, root: Path) -> Values:
     """Save the checkpoint "trained", and take a step."""
     with actor(path) as parts:
-        return {"trained": train_and_save(parts, root / "trained"), "report": train(parts.engine, 2)}
+        return {
+            "trained": train_and_save(parts, root / "trained"),
+            "report": train(parts.engine, 2),
+        }
 
 
 def resume(path: Path, root: Path, source: str, name: str, **settings: Any) -> Values:
@@ -121,7 +130,8 @@ def check_failures(
     moment: Callable[[], torch.Tensor],
     name_of_moment: str,
 ) -> None:
-    """Check that failures are reported on all ranks and change nothing; leave a checkpoint at `path`/saved.
+    """Check that failures are reported on all ranks and change nothing; leave a checkpoint at
+    `path`/saved.
 
     Args:
         moment: returns a moment of the optimizer on this rank.
@@ -130,7 +140,9 @@ def check_failures(
     saved = path / "saved"
 
     @contextmanager
-    def refused_unchanged(kind: type[HybridEngineError], code: str, pattern: str, on: int | None) -> Iterator[None]:
+    def refused_unchanged(
+        kind: type[HybridEngineError], code: str, pattern: str, on: int | None
+    ) -> Iterator[None]:
         before = state()
         with failing(kind, code, pattern, on=on):
             yield
@@ -160,7 +172,9 @@ def check_failures(
     assert state() == kept
     moment().view(-1)[0] = torch.inf if job.rank == 1 else 0.0
     infinite = path / "infinite"
-    with refused_unchanged(WeightError, "", rf"{name_of_moment}: 1 Inf of \d+ elements\n.*check_nan=False", 1):
+    with refused_unchanged(
+        WeightError, "", rf"{name_of_moment}: 1 Inf of \d+ elements\n.*check_nan=False", 1
+    ):
         checkpoints.save(infinite)
     assert not infinite.exists()
     job.agreement.conclude("all ranks have looked")

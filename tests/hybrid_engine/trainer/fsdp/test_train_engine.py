@@ -46,12 +46,14 @@ def whole_log_probs(engine: FsdpTrainEngine, whole_batch: Batch) -> torch.Tensor
 
 
 def skip(engine: FsdpTrainEngine) -> None:
-    """Check that gradients that are not finite change nothing, and end training after some steps."""
+    """Check that non-finite gradients change nothing, and end training after some steps."""
     before = state_of(engine)
     skipped = []
     with refused(LossError, "every-step-skipped"):
         while True:
-            skipped.append(engine.train_step(share_of(engine, batch(5)), spoiled(cross_entropy))["skipped"])
+            skipped.append(
+                engine.train_step(share_of(engine, batch(5)), spoiled(cross_entropy))["skipped"]
+            )
     assert skipped == [1.0] * (MAX_SKIPPED - 1)
     assert state_of(engine) == before
 
@@ -59,19 +61,25 @@ def skip(engine: FsdpTrainEngine) -> None:
 def unsharded_model(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path), dtype=torch.float32
+    ).eval()
     model.load_state_dict(initial)
     return model
 
 
 def log_probs(model: torch.nn.Module, whole_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return label_log_probs(model(whole_batch["tokens"], use_cache=False).logits.float(), whole_batch["labels"])
+    return label_log_probs(
+        model(whole_batch["tokens"], use_cache=False).logits.float(), whole_batch["labels"]
+    )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("family", MODELS)
 def test_steps_equal_the_unsharded_model(zoo: Zoo, family: str) -> None:
-    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches, with skipped ones."""
+    """Losses, norms before clipping and weights after three steps on 2 ranks x 2 micro batches,
+    with skipped ones.
+    """
     path = zoo.path(family, **MODELS[family])
     with actor(path) as parts, attributes_set([chunked_scores], MAX_LOGIT_NBYTES=CHUNK_NBYTES):
         engine = parts.engine
@@ -81,7 +89,9 @@ def test_steps_equal_the_unsharded_model(zoo: Zoo, family: str) -> None:
 
         def check_scores(atol: float) -> torch.Tensor:
             scores = whole_log_probs(engine, batch(9))
-            torch.testing.assert_close(scores, log_probs(model, batch(9)).detach(), atol=atol, rtol=0)
+            torch.testing.assert_close(
+                scores, log_probs(model, batch(9)).detach(), atol=atol, rtol=0
+            )
             return scores
 
         check_scores(2e-5)
@@ -108,10 +118,14 @@ def test_steps_equal_the_unsharded_model(zoo: Zoo, family: str) -> None:
 
 
 def check_random_weights(initial: TensorDict) -> None:
-    """Check that norms are ones, and matrices normal with the configured deviation, on all ranks alike."""
+    """Check that norms are ones, and matrices normal with the configured deviation, on all ranks
+    alike.
+    """
     matrices = [tensor for name, tensor in initial.items() if tensor.dim() > 1]
     assert all(0.5 * 0.02 < tensor.std() < 1.5 * 0.02 for tensor in matrices)
-    norms = [tensor for name, tensor in initial.items() if "norm" in name and name.endswith("weight")]
+    norms = [
+        tensor for name, tensor in initial.items() if "norm" in name and name.endswith("weight")
+    ]
     assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in norms)
     for weights in of_all_ranks(initial):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in initial.items())
@@ -122,12 +136,17 @@ def test_ranks_report_the_same_names_or_none(zoo: Zoo) -> None:
     """A loss with another name on each rank is refused, and no weight changes."""
     with actor(zoo.path("qwen2")) as parts:
         engine = parts.engine
-        report = engine.train_step(share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {}))
+        report = engine.train_step(
+            share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {})
+        )
         assert report.keys() == {"skipped", "learning_rate", "grad_norm"}
         before = whole_log_probs(engine, batch(9))
         name = f"of rank {engine.data_parallel.rank}"
         with refused(LossError, "other-names-reported", name):
-            engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
+            engine.train_step(
+                share_of(engine, batch(4)),
+                lambda _batch, values: {"loss": -values.mean(), name: 1.0},
+            )
         assert torch.equal(whole_log_probs(engine, batch(9)), before)
 
 
@@ -147,7 +166,9 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, zoo: 
 @on_ranks(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_built(zoo: Zoo, family: str) -> None:
-    """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits, also in chunks."""
+    """Built layer by layer, but equal to a model built by transformers: buffers, ties, logits, also
+    in chunks.
+    """
     path = zoo.path(family)
     with actor(path) as parts, torch.no_grad():
         engine = parts.engine
@@ -157,7 +178,10 @@ def test_every_family_is_built(zoo: Zoo, family: str) -> None:
         sizes = []
         head = engine.model.model.get_output_embeddings()
         head.register_forward_hook(lambda _module, _inputs, logits: sizes.append(logits.nbytes))
-        for one in (engine.model.model, model):  # what a user's hook and replacement do is done once
+        for one in (
+            engine.model.model,
+            model,
+        ):  # what a user's hook and replacement do is done once
             one.base_model.register_forward_hook(doubled)
             own = one.get_output_embeddings()
             own.forward = lambda hidden, plain=own.forward: plain(hidden) * 0.5
@@ -188,7 +212,12 @@ def doubled(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
 
 @pytest.mark.parametrize(
     ("micro_batch_size", "attention", "supports_packing"),
-    [(1, "flash_attention_2", True), (2, "sdpa", True), (2, None, True), (2, "flash_attention_2", False)],
+    [
+        (1, "flash_attention_2", True),
+        (2, "sdpa", True),
+        (2, None, True),
+        (2, "flash_attention_2", False),
+    ],
 )
 def test_flash_attention_supports_packing_in_single_rows_only(
     micro_batch_size: int, attention: str | None, supports_packing: bool

@@ -31,7 +31,11 @@ from tests.zoo.tiny_models import Zoo, read_canonical
 # share of the elements that a rank holds; (): it cannot be built). A tensor parallel rank holds
 # about half of them, a context parallel rank all.
 REFUSED: dict[str, tuple[Values, str, tuple[float, ...]]] = {
-    "experts without sequence parallel": ({**TP2, "sequence_parallel": False}, "sequence_parallel", (0.4, 1.0)),
+    "experts without sequence parallel": (
+        {**TP2, "sequence_parallel": False},
+        "sequence_parallel",
+        (0.4, 1.0),
+    ),
     "context": ({"context_parallel_size": 2}, "context_parallel_size 2", (0.99, 1.02)),
     "positions": ({"noop_layers": (1, 1)}, r"noop_layers: \[1, 1\] names a position twice", ()),
 }
@@ -46,7 +50,9 @@ if Version("0.19.0") > INSTALLED:
 
 @on_engines(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_unsupported_model_is_refused_for_training_but_can_hold_weights(zoo: Zoo, name: str) -> None:
+def test_an_unsupported_model_is_refused_for_training_but_can_hold_weights(
+    zoo: Zoo, name: str
+) -> None:
     from hybrid_engine.trainer.megatron.build import build_model
 
     settings, pattern, share = REFUSED[name]
@@ -70,7 +76,9 @@ def test_a_frozen_stage_counts_versions(monkeypatch: pytest.MonkeyPatch) -> None
     from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.trainer.megatron.pipeline import Pipeline
 
-    monkeypatch.setattr("hybrid_engine.trainer.megatron.pipeline.is_true_anywhere", lambda flag: bool(flag))
+    monkeypatch.setattr(
+        "hybrid_engine.trainer.megatron.pipeline.is_true_anywhere", lambda flag: bool(flag)
+    )
 
     optimizer = MagicMock(is_stub_optimizer=True, **{"step.return_value": (True, 0.0, 0)})
 
@@ -81,7 +89,9 @@ def test_a_frozen_stage_counts_versions(monkeypatch: pytest.MonkeyPatch) -> None
     stage = Stage(optimizer=optimizer)
     pipeline = MagicMock(
         _model=stage,
-        _optimizer=SimpleNamespace(inner=optimizer, learning_rate=0.1, conclude_step=lambda *_: None),
+        _optimizer=SimpleNamespace(
+            inner=optimizer, learning_rate=0.1, conclude_step=lambda *_: None
+        ),
         _has_loss_scale=False,
         data_parallel=SimpleNamespace(device="cpu"),
         **{"run.return_value": [], "_average.side_effect": lambda _: {}},
@@ -95,14 +105,24 @@ def stand_in_chunk(pattern: str, positions: range) -> Any:
     """Build a stand-in for a HybridModel with the attributes that its names depend on."""
     layers = [SimpleNamespace(layer_number=position + 1) for position in positions]
     decoder = SimpleNamespace(layers=layers)
-    return SimpleNamespace(hybrid_layer_pattern=pattern, decoder=decoder, named_modules=lambda: iter(()))
+    return SimpleNamespace(
+        hybrid_layer_pattern=pattern, decoder=decoder, named_modules=lambda: iter(())
+    )
 
 
 def test_attention_and_mlp_are_numbered_by_layer_of_the_checkpoint() -> None:
     names = GlobalNames(stand_in_chunk("*-*|-*-", range(3, 6)), 3, frozenset())
-    assert names.of("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.1.mlp.linear_fc1.weight"
-    assert names.of("decoder.layers.1.self_attention.linear_qkv.bias").startswith("decoder.layers.2.self_attention.")
-    assert names.of("decoder.layers.2.pre_mlp_layernorm.weight") == "decoder.layers.2.pre_mlp_layernorm.weight"
+    assert (
+        names.of("decoder.layers.0.mlp.linear_fc1.weight")
+        == "decoder.layers.1.mlp.linear_fc1.weight"
+    )
+    assert names.of("decoder.layers.1.self_attention.linear_qkv.bias").startswith(
+        "decoder.layers.2.self_attention."
+    )
+    assert (
+        names.of("decoder.layers.2.pre_mlp_layernorm.weight")
+        == "decoder.layers.2.pre_mlp_layernorm.weight"
+    )
     assert names.of("decoder.final_norm.weight") == "decoder.final_norm.weight"
 
 
@@ -111,7 +131,9 @@ def test_a_live_model_with_mamba_layers_is_refused() -> None:
         GlobalNames(stand_in_chunk("M*-", range(3)), 1, frozenset())
 
 
-def test_hybrid_layers_are_refused_in_an_older_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_layers_are_refused_in_an_older_megatron_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
     actor = actor_config(hybrid_layer_pattern="*-*-")
     expected = has_violations(("actor_config.hybrid_layer_pattern", "megatron-core-too-old"))

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron trainers on two ranks, and skipped steps: state and later steps are identical."""
+"""Checkpoints of Megatron trainers on two ranks, and skipped steps: state and later steps are
+identical.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ LAYOUTS: dict[str, tuple[TinyModel, Values]] = {
     "dp2, distributed optimizer, bfloat16": (TinyModel("qwen3"), BFLOAT16),
     "tp2, plain optimizer": (TinyModel("llama"), {**TP2, **PLAIN}),
     "dp2, plain optimizer, bfloat16": (TinyModel("llama"), {**BFLOAT16, **PLAIN}),
-    "pp2 vpp2, tied": (TinyModel("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}), VPP2),
+    "pp2 vpp2, tied": (
+        TinyModel("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+        VPP2,
+    ),
     "tp2, adapters": (TinyModel("qwen3"), {**TP2, "lora": {"rank": 4}}),
     "ep2, biases, no clipping": (
         TinyModel("deepseek_v3"),
@@ -101,7 +106,12 @@ def test_loaded_state_equals_saved_state(zoo: Zoo, tmp_path: Path, layout: str) 
         assert state_of(run) == untrained
 
 
-SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
+SCHEDULE = {
+    "lr_decay_style": "linear",
+    "lr_warmup_steps": 2,
+    "lr_decay_steps": 12,
+    "lr_warmup_init": 1e-3,
+}
 
 
 @on_engines(2)
@@ -109,7 +119,10 @@ def test_a_schedule_resumes_where_it_was_saved(zoo: Zoo, tmp_path: Path) -> None
     """A schedule makes the learning rate read-only."""
     path = zoo.path("qwen3")
     scheduled = {"lr": 1e-2, "schedule": SCHEDULE}
-    other_limits = {"lr": 2e-2, "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3}}
+    other_limits = {
+        "lr": 2e-2,
+        "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3},
+    }
     job = Job.join(60)
     of_schedule = pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
     with running(path, optimizer=scheduled) as run:
@@ -146,7 +159,9 @@ def test_failures_are_reported_on_all_ranks_and_change_nothing(zoo: Zoo, tmp_pat
             *(checkpoints_of(run, job), job, tmp_path),
             state=lambda: state_of(run),
             step=lambda step: train(run, step),
-            moment=lambda: next(state.tensor for state in optimizer_tensors(optimizer) if state.key == "exp_avg"),
+            moment=lambda: next(
+                state.tensor for state in optimizer_tensors(optimizer) if state.key == "exp_avg"
+            ),
             name_of_moment=r"optimizer\.\S+\.exp_avg on rank 1",
         )
     with running(zoo.path("qwen3", intermediate_size=48, num_hidden_layers=3), **BFLOAT16) as run:
@@ -170,7 +185,9 @@ def train(run: Any, step: int) -> dict[str, float]:
 
 
 def skip(run: Any) -> None:
-    """Check that a step in which rank 1 alone has gradients that are not finite changes nothing on any rank."""
+    """Check that a step in which rank 1 alone has gradients that are not finite changes nothing on
+    any rank.
+    """
     from megatron_patches import iter_buffers
 
     def spoil(*args: Any, **kwargs: Any) -> None:
@@ -198,7 +215,9 @@ def state_of(run: Any) -> Values:
         if state.kind != "main_grad":
             tensors[f"{state.path}.{state.key}"] = state.tensor
     tensors["generator"] = torch.get_rng_state()
-    tensors.update({f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()})
+    tensors.update(
+        {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    )
     return {
         **{name: digest(tensor) for name, tensor in tensors.items()},
         "rates": [group["lr"] for group in run.actor.optimizer.param_groups],
@@ -206,7 +225,8 @@ def state_of(run: Any) -> Values:
     }
 
 
-# -- other layouts, and the other trainer -------------------------------------------------------------
+# -- other layouts, and the other trainer
+# -------------------------------------------------------------
 
 EP4 = {"expert_model_parallel_size": 4}
 ETP1 = {**EP2, "expert_tensor_parallel_size": 1}
@@ -270,7 +290,9 @@ def whole_state(trainer: Any) -> TensorDict:
         chunks = trainer.actor.chunks
         optimizer = trainer.actor.optimizer
         members = [member for _, member in optimizer_members(optimizer)]
-        stepped = [(part.tensor, part.optimizer.state[part.tensor]) for part in stepped_parts(optimizer)]
+        stepped = [
+            (part.tensor, part.optimizer.state[part.tensor]) for part in stepped_parts(optimizer)
+        ]
     whole = {}
     kept = [tensor.detach().clone() for tensor, _ in stepped]
     for kind in ("exp_avg", "exp_avg_sq", ""):
@@ -283,7 +305,9 @@ def whole_state(trainer: Any) -> TensorDict:
             for chunk in chunks:
                 if chunk.ddp_config.use_distributed_optimizer:
                     chunk.start_param_sync(force_sync=True)
-        whole |= {name + kind: tensor for name, tensor in whole_weights(engine.model.weights).items()}
+        whole |= {
+            name + kind: tensor for name, tensor in whole_weights(engine.model.weights).items()
+        }
     return whole
 
 

@@ -28,7 +28,9 @@ TOP_K = 4
 
 
 def step(path: Path, rows: Mapping[str, Batch], settings: Values) -> list[tuple[Any, torch.Tensor]]:
-    """Return for each batch loss and norm, and tokens [routers, experts] and then biases after a step from 0."""
+    """Return for each batch loss and norm, and tokens [routers, experts] and then biases after a
+    step from 0.
+    """
     from megatron.core import parallel_state
 
     def loss(micro_batch: Batch, log_probs: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,12 @@ def step(path: Path, rows: Mapping[str, Batch], settings: Values) -> list[tuple[
     results = []
     with loaded(path, seq_length=24, **settings) as run:
         run.engine.optimizer.set_learning_rate(0.0)
-        routers = [module for chunk in run.actor.chunks for module in chunk.modules() if hasattr(module, "expert_bias")]
+        routers = [
+            module
+            for chunk in run.actor.chunks
+            for module in chunk.modules()
+            if hasattr(module, "expert_bias")
+        ]
         config = run.actor.transformer_config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, count
         for batch in rows.values():
@@ -63,7 +70,10 @@ def test_padding_and_micro_batches_change_neither_counts_nor_biases(zoo: Zoo, la
     ((loss, _), state), *others = step(path, ways, {**LAYOUTS[layout], "micro_batch_size": 2})
     # an MTP layer has nothing to predict from the last token of a sequence
     counts, biases = state.chunk(2)
-    assert {*counts.sum(1).tolist()} <= {TOP_K * sum(LENGTHS), TOP_K * (sum(LENGTHS) - len(LENGTHS))}
+    assert {*counts.sum(1).tolist()} <= {
+        TOP_K * sum(LENGTHS),
+        TOP_K * (sum(LENGTHS) - len(LENGTHS)),
+    }
     assert biases.any()
     for (other_loss, _), other in others:
         assert torch.equal(state, other)
@@ -75,9 +85,17 @@ def test_padding_and_micro_batches_change_neither_counts_nor_biases(zoo: Zoo, la
 def test_auxiliary_losses_ignore_padding(zoo: Zoo, kind: str) -> None:
     """Also in a micro batch of padding: they divide by its number of tokens."""
     right = batches()["right"]
-    alone = {name: values[:1, : LENGTHS[0]] for name, values in right.items() if name != "temperature"}
-    padded = {name: torch.cat([right[name][:1], torch.zeros_like(right[name][:1])]) for name in alone}
-    losses = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 3.0, "moe_z_loss_coeff": 1.0}
+    alone = {
+        name: values[:1, : LENGTHS[0]] for name, values in right.items() if name != "temperature"
+    }
+    padded = {
+        name: torch.cat([right[name][:1], torch.zeros_like(right[name][:1])]) for name in alone
+    }
+    losses = {
+        "moe_router_load_balancing_type": kind,
+        "moe_aux_loss_coeff": 3.0,
+        "moe_z_loss_coeff": 1.0,
+    }
     settings = {"overrides": {"transformer": losses}}
     path = zoo.path("deepseek_v3", mtp_layers=1)
     ((expected, _), (figures, _)) = step(path, {"alone": alone, "padded": padded}, settings)

@@ -1,6 +1,8 @@
-"""Routers of Megatron models that take the experts of a batch, against transformers with the same experts.
+"""Routers of Megatron models that take the experts of a batch, against transformers with the same
+experts.
 
-Every token has random experts in every layer, so that one that is shifted, or of another layer, changes its result.
+Every token has random experts in every layer, so that one that is shifted, or of another layer,
+changes its result.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ from tests.harness.core_versions import INSTALLED
 from tests.harness.errors import violated
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
-from tests.zoo.megatron_models import ATOL, EP2, PP2, SP2, VPP2, loaded, negative_log_likelihood, reference_of, running
+from tests.zoo.megatron_models import (
+    ATOL,
+    EP2,
+    PP2,
+    SP2,
+    VPP2,
+    loaded,
+    negative_log_likelihood,
+    reference_of,
+    running,
+)
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import TinyModel, Zoo, label_log_probs, token_batch
 
@@ -29,7 +41,12 @@ MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel("qwen3_moe", {"num_hidden_layers": 4}),
     "qwen3_moe, some layers dense": TinyModel(
         "qwen3_moe",
-        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False},
+        {
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek_v3": TinyModel("deepseek_v3"),
     "deepseek_v3, one mtp layer": TinyModel("deepseek_v3", {"mtp_layers": 1}),
@@ -123,7 +140,9 @@ def _choosing(experts: torch.Tensor, config: Any) -> Callable[..., Any]:
     """Return a hook that replaces a router's selection where `experts` [tokens, k] has any."""
     is_sigmoid = config.model_type == "deepseek_v3"
 
-    def hook(_router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def hook(
+        _router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         logits, weights, chosen = outputs
         scores = logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)
         taken = scores.gather(1, experts.clamp(min=0))
@@ -154,13 +173,22 @@ def test_results_are_those_of_transformers_with_the_same_experts(zoo: Zoo, name:
         def check(engine: Any, rows: TensorDict, values: torch.Tensor, way: str) -> None:
             log_probs = engine.data_parallel.gather(engine.log_probs(share_of(engine, rows)))
             torch.testing.assert_close(
-                by_token(log_probs, way), values, atol=ATOL, rtol=0, msg=lambda message: f"{way}: {message}"
+                by_token(log_probs, way),
+                values,
+                atol=ATOL,
+                rtol=0,
+                msg=lambda message: f"{way}: {message}",
             )
 
         batch = batch_for(model)
         for way, rows in ways_of(batch).items():
             check(engine, rows, expected.log_probs, way)
-        check(engine, {key: batch[key] for key in ("tokens", "labels")}, expected.own, "the routers' own selection")
+        check(
+            engine,
+            {key: batch[key] for key in ("tokens", "labels")},
+            expected.own,
+            "the routers' own selection",
+        )
         # A reference is another policy, which selects experts itself.
         reference = reference_of(run, path)
         copy_weights(engine.model, reference.model)

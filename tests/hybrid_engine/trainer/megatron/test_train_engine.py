@@ -20,7 +20,14 @@ from hybrid_engine.trainer.batches.image_rows import IMAGES, ImageRows
 from tests.harness.errors import refused, violated
 from tests.harness.launch import on_engines
 from tests.harness.values import Values
-from tests.zoo.megatron_models import TP2, loaded, make_batch, negative_log_likelihood, reference_of, running
+from tests.zoo.megatron_models import (
+    TP2,
+    loaded,
+    make_batch,
+    negative_log_likelihood,
+    reference_of,
+    running,
+)
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import Zoo
 
@@ -38,7 +45,11 @@ def test_ranks_report_the_same_names_or_none(zoo: Zoo) -> None:
         # the code on the last pipeline stage, and on the other ranks
         assert caught.value.code in ("other-names-reported", "rank-failed")
         assert torch.equal(run.engine.log_probs(share), before)
-        assert not [group.group_desc for group in process_groups() if group is not None and "GLOO" in group.group_desc]
+        assert not [
+            group.group_desc
+            for group in process_groups()
+            if group is not None and "GLOO" in group.group_desc
+        ]
         report = run.engine.train_step(share, lambda _batch, log_probs: (-log_probs.mean(), {}))
         assert report.keys() == {"grad_norm", "learning_rate", "skipped"}
 

@@ -71,7 +71,10 @@ def with_head(zoo: Zoo, model: TinyModel, path: Path) -> Path:
         shutil.copytree(zoo.saved(model), path)
         tensors = load_file(path / "model.safetensors")
         tensors.pop("lm_head.weight", None)  # tied models have none
-        save_file({**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])}, path / "model.safetensors")
+        save_file(
+            {**tensors, VALUE_HEAD: head_weights(read_config(path)["hidden_size"])},
+            path / "model.safetensors",
+        )
     dist.barrier()
     return path
 
@@ -145,7 +148,11 @@ def step_in_contexts(path: Path, overlap: bool) -> list[float]:
         **{"params_dtype": "float32", "make_vocab_size_divisible_by": 8},
         **{"overlap_grad_reduce": overlap, "overlap_param_gather": overlap},
     }
-    values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
+    values = {
+        "model": str(path),
+        "actor_config": actor,
+        "critic_config": {"optimizer": {"lr": 3e-3}},
+    }
     config = load_config(values, int(os.environ["WORLD_SIZE"]))
     batch = make_batch()
     with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:

@@ -14,7 +14,11 @@ from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.rl.losses import align_log_probs, loss_weights
 from hybrid_engine.trainer.batches import build_batch, pack
 from hybrid_engine.trainer.batches.arrangement import positions_in
-from hybrid_engine.trainer.reference_and_critic import explained_variance, generalized_advantages, value_loss
+from hybrid_engine.trainer.reference_and_critic import (
+    explained_variance,
+    generalized_advantages,
+    value_loss,
+)
 from hybrid_engine.trainer.reference_and_critic.advantages import whitened
 from tests.harness.errors import violated
 
@@ -36,12 +40,17 @@ def by_definition(
     The n-th later error counts by (gamma * lambda) ** n.
     """
     next_values = [*values[1:], 0.0]
-    errors = [reward + gamma * after - value for reward, value, after in zip(rewards, values, next_values, strict=True)]
+    errors = [
+        reward + gamma * after - value
+        for reward, value, after in zip(rewards, values, next_values, strict=True)
+    ]
     advantages = [
         sum((gamma * lam) ** (later - step) * errors[later] for later in range(step, len(errors)))
         for step in range(len(errors))
     ]
-    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    return advantages, [
+        advantage + value for advantage, value in zip(advantages, values, strict=True)
+    ]
 
 
 @given(seed=st.integers(0, 10**6), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
@@ -50,7 +59,9 @@ def test_advantages_are_discounted_sums_of_errors(seed: int, gamma: float, lam: 
     actual = generalized_advantages(rewards, values, {"mask": mask}, gamma, lam)
     for row in range(SHAPE[0]):
         steps = mask[row].bool()
-        advantages, returns = by_definition(rewards[row, steps].tolist(), values[row, steps].tolist(), gamma, lam)
+        advantages, returns = by_definition(
+            rewards[row, steps].tolist(), values[row, steps].tolist(), gamma, lam
+        )
         assert actual.advantages[row, steps].tolist() == pytest.approx(advantages)
         assert actual.returns[row, steps].tolist() == pytest.approx(returns)
         assert not actual.advantages[row, ~steps].any()
@@ -123,14 +134,18 @@ def test_the_loss_is_half_the_larger_squared_error(seed: int, clip: float | None
     returns, values, mask = random_tensors(seed)
     old = values + 0.3 * returns.flip(0)  # some changes are clipped, some are not
     weights = mask / mask.sum() * SHAPE[0]
-    loss, report = value_loss(clip)({"returns": returns, "old_values": old, "weights": weights}, values)
+    loss, report = value_loss(clip)(
+        {"returns": returns, "old_values": old, "weights": weights}, values
+    )
     total = 0.0
     num_clipped = 0
     count = int(mask.sum())
     for row in range(SHAPE[0]):
         for step in range(SHAPE[1]):
             if mask[row, step]:
-                value, target, before = (float(tensor[row, step]) for tensor in (values, returns, old))
+                value, target, before = (
+                    float(tensor[row, step]) for tensor in (values, returns, old)
+                )
                 clipped = value if clip is None else min(max(value, before - clip), before + clip)
                 total += 0.5 * max((value - target) ** 2, (clipped - target) ** 2)
                 num_clipped += clipped != value
@@ -142,7 +157,11 @@ def test_the_loss_is_half_the_larger_squared_error(seed: int, clip: float | None
 def test_a_value_clipped_towards_its_target_has_no_gradient() -> None:
     """The clipped error is the larger one here, and it is constant."""
     values = torch.tensor([[0.9]], requires_grad=True)
-    batch = {"returns": torch.tensor([[1.0]]), "old_values": torch.tensor([[0.0]]), "weights": torch.tensor([[1.0]])}
+    batch = {
+        "returns": torch.tensor([[1.0]]),
+        "old_values": torch.tensor([[0.0]]),
+        "weights": torch.tensor([[1.0]]),
+    }
     value_loss(0.2)(batch, values)[0].backward()
     assert values.grad.item() == 0.0
     values.grad = None
@@ -157,7 +176,9 @@ def test_values_of_weight_0_are_not_read_by_the_loss(clip: float | None) -> None
     weights = mask / mask.sum()
     results = []
     for outside in (0.0, torch.nan, torch.inf):
-        of_critic, *rest = (tensor.masked_fill(mask == 0, outside) for tensor in (values, returns, old))
+        of_critic, *rest = (
+            tensor.masked_fill(mask == 0, outside) for tensor in (values, returns, old)
+        )
         batch = dict(zip(("returns", "old_values"), rest, strict=True), weights=weights)
         loss, report = value_loss(clip)(batch, of_critic.requires_grad_())
         loss.backward()
@@ -189,11 +210,17 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str, st
     "an empty mask": (lambda values, mask: whitened(values, mask * 0), "mask", "mask-is-zero"),
     "a negative clip": (lambda values, mask: value_loss(-1), "clip", "out-of-range"),
     "returns [B]": (
-        lambda values, mask: value_loss()({"returns": mask[:, 0], "old_values": mask, "weights": mask}, values),
+        lambda values, mask: value_loss()(
+            {"returns": mask[:, 0], "old_values": mask, "weights": mask}, values
+        ),
         "returns",
         "wrong-shape",
     ),
-    "no variance": (lambda values, mask: explained_variance(values, values[1:], mask), "returns", "wrong-shape"),
+    "no variance": (
+        lambda values, mask: explained_variance(values, values[1:], mask),
+        "returns",
+        "wrong-shape",
+    ),
 }
 
 

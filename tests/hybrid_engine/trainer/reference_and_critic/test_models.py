@@ -34,7 +34,9 @@ def test_a_model_is_offloaded_with_all_ranks_or_alone_after_an_error() -> None:
         sharding=SimpleNamespace(entered=lambda state: nullcontext()),
         colocated_models=WeakSet(),
     )
-    model = AuxiliaryModel("critic", worker, Items(lambda: [OffloadItem("weight", "param", parameter)]))
+    model = AuxiliaryModel(
+        "critic", worker, Items(lambda: [OffloadItem("weight", "param", parameter)])
+    )
     assert agreement.ended == ["offload of the critic"]
     contexts = (
         lambda: model.exclusive_context(PARAMETERS, "critic forward"),

@@ -74,7 +74,9 @@ def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path, c
     batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}
 
     def check_memory(phase: str) -> None:
-        """Check that one model is resident; padded buffers and whole pages are a few per cent of so small a model."""
+        """Check that one model is resident; padded buffers and whole pages are a few per cent of so
+        small a model.
+        """
         resident = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
         assert list(resident) == [MODELS[phase]]
         if case == "Megatron":
@@ -146,7 +148,9 @@ def test_a_critic_and_a_reference_share_devices_with_the_actor(tmp_path: Path, c
         with reference.forward_context():
             assert torch.equal(reference.compute_log_probs(batch), scores)
     # A critic without a model loads the files of the worker's model.
-    worker.config = worker.config.model_copy(update={"random_weights": False, "model": tmp_path / "hf"})
+    worker.config = worker.config.model_copy(
+        update={"random_weights": False, "model": tmp_path / "hf"}
+    )
     from_files = ValueModel(worker)
     with from_files.forward_context():
         assert decoder_digests(from_files.engine.model) == saved != copied

@@ -29,7 +29,9 @@ class AceMathAgent(RewardOnlyAgent):
         first, second = random.choices("abcdefgh", k=2)
         return f"say {first} and {second}", {"problem_id": first + second}
 
-    async def evaluation_prompts(self, num_prompts: int, validation: bool = False) -> list[tuple[str, Any]]:
+    async def evaluation_prompts(
+        self, num_prompts: int, validation: bool = False
+    ) -> list[tuple[str, Any]]:
         return [await self.get_prompt(validation) for _ in range(num_prompts)]
 
     async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
