@@ -208,6 +208,9 @@ def connect(
             container = WeightContainer(
                 destination, rank_part.plan, router, num_ranks=job.world_size
             )
+        # Not in the phase before: a rank that fails there must not leave its peers waiting here.
+        with job.agreement.phase("first messages"):
+            router.meet(rank_part.plan)
     return Connection(rank_part, router, container, fence_group)
 
 

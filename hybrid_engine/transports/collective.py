@@ -16,7 +16,7 @@ group stays usable. `notify` sends headers alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -211,13 +211,12 @@ class CollectiveTransport(Transport):
         """
         group = self._notify_group
         assert group is not None, "a plan with relays has a group for notifications"
-        self._raise_if_broken(bucket, group)
-        outgoing = _allocate_headers(receivers)
-        incoming = _allocate_headers(senders)
-        write_headers(outgoing, bucket, reason)
-        posted = self._post(bucket, phase, group, incoming, outgoing)
-        self._wait(bucket, phase, group, posted)
-        self._require_valid(bucket, phase, read_headers(incoming, bucket))
+        self._exchange_headers(bucket, phase, group, receivers, senders, reason)
+
+    def meet(self, peers: Set[int]) -> None:
+        """Exchange headers with the peers; see `context.Transport`."""
+        # NCCL connects two ranks, and allocates memory for them, at their first message.
+        self._exchange_headers(0, "first message", self._group, peers, peers, "")
 
     def trim(self) -> Costs:
         """Free the staging memory, which the next bucket allocates again; see the base class."""
@@ -315,6 +314,24 @@ class CollectiveTransport(Transport):
 
     # The exchange.
 
+    def _exchange_headers(
+        self,
+        bucket: int,
+        phase: str,
+        group: Group,
+        receivers: Iterable[int],
+        senders: Iterable[int],
+        reason: str,
+    ) -> None:
+        self._raise_if_broken(bucket, group)
+        device = self._device if group is self._group else "cpu"
+        outgoing = _headers(receivers, device)
+        incoming = _headers(senders, device)
+        write_headers(outgoing, bucket, reason)
+        posted = self._post(bucket, phase, group, incoming, outgoing)
+        self._wait(bucket, phase, group, posted)
+        self._require_valid(bucket, phase, read_headers(incoming, bucket))
+
     def _exchange(
         self, bucket: int, share: _BucketMessages, source: FlatBuffers, reason: str = ""
     ) -> InFlight:
@@ -394,10 +411,11 @@ class CollectiveTransport(Transport):
             )
 
 
-def _allocate_headers(peers: Iterable[int]) -> list[StagedMessage]:
+def _headers(peers: Iterable[int], device: torch.device | str) -> list[StagedMessage]:
     # Not in staging memory, which belongs to the buckets in flight.
     messages = [Message(peer) for peer in sorted(peers)]
-    return stage(messages, torch.empty(len(messages) * HEADER_NBYTES, dtype=torch.uint8))
+    memory = torch.empty(len(messages) * HEADER_NBYTES, dtype=torch.uint8, device=device)
+    return stage(messages, memory)
 
 
 def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:

@@ -163,6 +163,12 @@ class Transport:
         """
         return cls(context.rank)
 
+    def meet(self, peers: Set[int]) -> None:
+        """Connect to the ranks that exchange transfers with this one; all of them call it.
+
+        Raises TransportError.
+        """
+
     def begin(self, *, whole: bool) -> None:
         """Begin a fill, with the same argument on all ranks; see `TransportSet.begin`."""
 

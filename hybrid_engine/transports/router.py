@@ -156,6 +156,17 @@ class TransportSet:
         if violations:
             raise ConfigError(list(violations.values()))
 
+    def meet(self, plan: ReshardPlan) -> None:
+        """Connect to the peers of a plan that `check` accepts, as all of them do at the same time.
+
+        Otherwise the first switch would wait for it. Raises TransportError.
+        """
+        peers: dict[str, set[int]] = {name: set() for name in self._transports}
+        for transfer in plan.transfers():
+            peers[self._choose(transfer)] |= {transfer.src_rank, transfer.dst_rank} - {self.rank}
+        for name, of_transport in peers.items():
+            self._transports[name].meet(of_transport)
+
     @torch.no_grad()
     @signals_held()
     def run(

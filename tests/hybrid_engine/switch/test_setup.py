@@ -22,6 +22,7 @@ from hybrid_engine.ranks import groups
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
+from hybrid_engine.transports.collective import CollectiveTransport
 from tests.harness.errors import violations_of
 from tests.harness.launch import Ranks, on_ranks
 from tests.harness.namespaces import enter_a_process_namespace
@@ -193,7 +194,10 @@ def switch_with_another_directory(other: str) -> None:
             "by messages with 1 others (on another machine, or in a container with "
             f"another {directory})"
         )
-        check_switches("collective", f"{READ}{rank}; {others}")
+        real = CollectiveTransport.meet
+        with mock.patch.object(CollectiveTransport, "meet", autospec=True, side_effect=real) as met:
+            check_switches("collective", f"{READ}{rank}; {others}")
+        assert met.call_args.args[1] == {1 - rank}
 
 
 def test_without_a_socket_all_ranks_send_messages(ranks: Ranks) -> None:

@@ -89,6 +89,17 @@ def test_a_missing_peer_is_an_error_within_the_timeout() -> None:
 
 
 @on_ranks(2)
+def test_peers_meet_before_the_first_bucket() -> None:
+    plan = ReshardPlan(BUCKETS, (), "")
+    with connected(timeout=0.5) as peers:
+        assert outcome_of(lambda: peers.router.meet(plan)) == "ok"
+        if peers.rank == 0:
+            alone = outcome_of(lambda: peers.router.meet(plan))
+            missing = ("phase first message", "peer 1", "nothing for 0.5 seconds")
+            check_error(alone, "TransportError", *missing, within=20)
+
+
+@on_ranks(2)
 def test_an_abandoned_bucket_leaves_no_peer_waiting() -> None:
     with connected() as peers:
         if peers.rank == 0:
