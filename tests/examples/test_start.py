@@ -16,6 +16,7 @@ from pathlib import Path
 
 from examples.gpt_rl import settings
 from examples.gpt_rl.train import run_files
+from hybrid_engine.errors import ConfigError
 from tests.harness.launch import REPO_ROOT
 from tests.harness.processes import is_running, wait_until
 from tests.hybrid_engine.tools.programs import run_python
@@ -98,7 +99,15 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.communicate()
-    run_files(tmp_path).lock().close()
+
+    def takes_lock() -> bool:
+        try:
+            run_files(tmp_path).lock().close()
+        except ConfigError:
+            return False
+        return True
+
+    wait_until(takes_lock)  # Threads of a process that has ended may hold its files for a moment.
 
 
 def test_signals_request_a_stop_and_a_second_ctrl_c_ends_the_process() -> None:
