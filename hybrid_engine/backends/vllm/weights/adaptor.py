@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 
 import torch
 
@@ -87,7 +88,7 @@ class VllmAdaptor:
         self._verified: Collection[str] = ()  # canonical tensors
         self._report_mismatch: Callable[[str], None]  # set while `_verified` is not empty
         # digests of groups whose commit was verified, taken at that commit
-        self._live_digests: dict[str, tuple[int, ...]] = {}
+        self._live_digests: dict[str, list[int]] = {}
 
     # -- the port ----------------------------------------------------------------------------------
 
@@ -146,9 +147,9 @@ class VllmAdaptor:
                     verified = self._verified_tensors(name)
                     if verified:
                         self._require_bound(name, verified)
-                        self._live_digests[name] = self._live_digest(name)
                 del self._filling[name]
                 self._states.advance(GroupEvent.COMMIT, [name])
+            self._live_digests |= self._digests_of_verified(groups)
 
     def finish_fill(self) -> None:
         """Complete the model's memory after the last commit, and free staging memory.
@@ -216,12 +217,12 @@ class VllmAdaptor:
         self._report_mismatch = unproven
         try:
             yield
-            for name in sorted(self._live_digests.keys() & self.committed()):
-                verified = self._verified_tensors(name)
-                if verified and self._live_digest(name) != self._live_digests[name]:
+            committed = sorted(self._live_digests.keys() & self.committed())
+            for name, digests in self._digests_of_verified(committed).items():
+                if digests != self._live_digests[name]:
                     unproven(
-                        f"{verified}: on rank {self.rank}, vLLM's weights changed "
-                        "after they were committed"
+                        f"{self._verified_tensors(name)}: on rank {self.rank}, vLLM's weights "
+                        "changed after they were committed"
                     )
         finally:
             self._verified = ()
@@ -250,18 +251,23 @@ class VllmAdaptor:
                         "is not the tensor that was filled"
                     )
 
-    def _live_digest(self, group: str) -> tuple[int, ...]:
-        """Return digests of the parameters and buffers that a group's modules compute with now."""
-        storages = self._traced.storages_of(group)
-        names = dict.fromkeys(
-            binding.module for storage in storages for binding in storage.bindings
-        )
-        tensors: list[torch.Tensor] = []
-        for name in names:
-            module = self._processed.modules[name]
-            tensors += module.parameters(recurse=False)
-            tensors += module.buffers(recurse=False)
-        return tuple(box_digests(tensor.detach() for tensor in tensors))
+    def _digests_of_verified(self, groups: Iterable[str]) -> dict[str, list[int]]:
+        """Return digests of what the modules of verified groups compute with now."""
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for group in filter(self._verified_tensors, groups):
+            storages = self._traced.storages_of(group)
+            names = dict.fromkeys(
+                binding.module for storage in storages for binding in storage.bindings
+            )
+            modules = [self._processed.modules[name] for name in names]
+            tensors[group] = [
+                tensor.detach()
+                for module in modules
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            ]
+        # Of all groups in one call, because the host waits for each.
+        digests = iter(box_digests(chain.from_iterable(tensors.values())))
+        return {group: list(islice(digests, len(part))) for group, part in tensors.items()}
 
     def resident_nbytes(self) -> int:
         """Return the bytes of weights in memory; a packed copy counts as its loader layout does."""
