@@ -2,9 +2,9 @@
 
     batch_building.py  rows from prompts and completions, one sequence a row
     row_packing.py     several sequences in a row
-    image_rows.py      images of rows, as a vision tower takes them: every tensor that the processor
-                       makes and the model's `forward` takes, without a list of names
-                       (`image_inputs` of backends/fsdp/sharded_model.py)
+    image_rows.py      images of rows, as a vision tower takes them: tensors of the image
+                       processor's `model_input_names` (`image_prompt` of backends/vllm/images.py)
+                       that `forward` takes (`image_inputs` of backends/fsdp/sharded_model.py)
     batch_checks.py    checks before any collective, and comparison of the ranks' arguments
     arrangement.py     sequences of a row; micro batches, and the rows that a model computes
     chunked_scores.py  scores in chunks of tokens, because logits of whole rows are large
