@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import TypeVar
+
+from hybrid_engine.ranks.agreement import Agreement
+
+POLL_INTERVAL = 1.0
+"""Interval at which a rank looks whether its call has ended, and whether a round has."""
 
 _T = TypeVar("_T")
 
@@ -31,11 +36,18 @@ def in_background(call: Callable[[], _T], name: str) -> Future[_T]:
     return result
 
 
-def steps_until(result: Future[_T], seconds: float) -> Generator[None, None, _T]:
-    """Yield every `seconds` until `result` is done, then return its value or raise its exception.
+def call_in_rounds(agreement: Agreement, phase: str, call: Callable[[], _T]) -> _T:
+    """Run `call` on every rank, and return this rank's result. Collective; all raise its errors.
 
-    The generator drives `Agreement.rounds`.
+    A call may take longer than ranks wait for each other: they meet in rounds meanwhile, so that
+    they notice an interrupt and a lost rank.
     """
-    while not wait([result], seconds).done:
-        yield
+    result = in_background(call, phase)
+
+    def steps() -> Iterator[None]:
+        while not wait([result], POLL_INTERVAL).done:
+            yield
+        result.result()
+
+    agreement.rounds(phase, steps())
     return result.result()

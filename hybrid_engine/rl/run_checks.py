@@ -29,6 +29,7 @@ from hybrid_engine.layouts.memory import MAIN_NBYTES, MOMENTS_NBYTES
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.stages import chunks_of
 from hybrid_engine.models.config_json import longest_of
+from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES
 from hybrid_engine.rl.config import GrpoConfig, PpoConfig
@@ -193,15 +194,16 @@ def require_runnable(
     Rank 0 checks alone, because it has the reward, and reads the prompts once.
     """
     violations: list[Violation] = []
+    generate = engines.generate_config
+    servers: Sequence[str] = ()
     with job.agreement.phase("checking the run"):
         if job.rank == 0:
             violations += run_violations(engines, arguments, job.world_size, out)
-            generate = engines.generate_config
-            violations += silent_servers(
-                generate.servers,
-                generate.timeout_seconds,
-                allow_public=generate.server_allow_public,
-            )
+            servers = generate.servers
+    silent = silent_servers(
+        servers, generate.timeout_seconds, allow_public=generate.server_allow_public
+    )
+    violations += call_in_rounds(job.agreement, "asking the servers", lambda: [*silent])
     require_none(job.agreement.gather(violations, list[Violation], "checking the run")[0])
 
 

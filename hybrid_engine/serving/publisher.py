@@ -56,7 +56,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
-from hybrid_engine.ranks.background import in_background, steps_until
+from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.world import World
@@ -90,9 +90,6 @@ from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State, Switch, resident_kinds
 
 logger = logging.getLogger("hybrid_engine")
-
-_POLL_INTERVAL = 1.0
-"""Interval at which ranks meet while the first rank waits for a server."""
 
 _T = TypeVar("_T")
 
@@ -559,20 +556,10 @@ class WeightPublisher(Switch):
     def _call_servers(self, phase: str, call: Callable[[], _T]) -> _T:
         """Run `call` on every rank; only the first rank has servers to call.
 
-        Collective; all ranks raise its errors. A server may take longer to respond than ranks wait
-        for each other, so the ranks meet every `_POLL_INTERVAL`.
+        Collective; all ranks raise its errors.
         """
-        results: list[_T] = []
-
-        def steps() -> Iterator[None]:
-            if self._servers:
-                future = in_background(functools.partial(with_server_error, phase, call), phase)
-                results.append((yield from steps_until(future, _POLL_INTERVAL)))
-            else:
-                results.append(call())
-
-        self.job.agreement.rounds(phase, steps())
-        return results[0]
+        call = functools.partial(with_server_error, phase, call)
+        return call_in_rounds(self.job.agreement, phase, call)
 
     def _await(self, calls: Sequence[BackgroundCall]) -> None:
         for call in calls:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
-from hybrid_engine.ranks.background import in_background, steps_until
+from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
@@ -81,14 +81,14 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
         raise ConfigError.of(key, problem, remedy, code="ranks-differ")
     if snapshot is None:
         return
-    steps: Iterable[None] = ()
     # The cache is on a disk of the host, and the other ranks read it after the rounds.
     is_first_of_host = job.hosts.index(job.hosts[job.rank]) == job.rank
-    if is_first_of_host:
-        # In the background, so that this rank meets the others while it downloads.
-        download = in_background(partial(snapshot.download, key), "download")
-        steps = steps_until(download, 1)
-    job.agreement.rounds("downloading the model's weights", steps)
+
+    def download() -> None:
+        if is_first_of_host:
+            snapshot.download(key)
+
+    call_in_rounds(job.agreement, "downloading the model's weights", download)
 
 
 def load_pretrained(

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hybrid_engine import load_config
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.world import World
 from hybrid_engine.rl import GrpoConfig, train
+from hybrid_engine.rl.run_checks import RunArguments, require_runnable
 from hybrid_engine.rl.run_files import Progress, RunFiles
 from tests.harness.errors import has_violation, has_violations, violated
 from tests.harness.launch import REPO_ROOT
@@ -110,6 +117,33 @@ def test_servers_that_do_not_respond_are_refused(tmp_path: Path) -> None:
         ConfigError, check=has_violation("generate_config.servers", "silent-server", address)
     ):
         start(out=tmp_path / "run", engines={"generate_config": {"servers": (address,)}})
+
+
+def test_ranks_wait_longer_for_silent_servers_than_for_each_other() -> None:
+    store = dist.HashStore()
+    arguments = RunArguments.of(
+        PROMPTS, lambda prompt, completion: 1.0, GrpoConfig(max_tokens=8), {}
+    )
+    # Both accept connections and never respond: longer, together, than ranks wait for each other.
+    here = ("127.0.0.1", 0)
+    with socket.create_server(here) as first, socket.create_server(here) as second:
+        ports = [server.getsockname()[1] for server in (first, second)]
+        servers = [f"http://127.0.0.1:{port}" for port in ports]
+        keys = {"servers": servers, "timeout_seconds": 2}
+        values = {"model": str(MODEL), "random_weights": True, "generate_config": keys}
+        engines = load_config(values, 2)
+        silent = ("generate_config.servers", "silent-server")
+
+        def check(rank: int) -> None:
+            world = World(store, rank, 2)
+            with (
+                closing(Job.join(2, world=world, device=torch.device("cpu"))) as job,
+                pytest.raises(ConfigError, check=has_violations(silent, silent)),
+            ):
+                require_runnable(engines, arguments, job, None)
+
+        with ThreadPoolExecutor() as ranks:
+            list(ranks.map(check, range(2)))
 
 
 def test_changed_engine_settings_are_refused(tmp_path: Path) -> None:
