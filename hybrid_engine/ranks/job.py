@@ -253,8 +253,7 @@ class Job:
                 _meet(store, world.rank, world.size, self.timeout_seconds, refusal=refusal)
             except BaseException as error:
                 # The other ranks must learn the reason, or that this one was interrupted.
-                with suppress(RuntimeError):  # the store may be gone
-                    world.refuse(str(error) or type(error).__name__, meeting)
+                world.refuse(str(error) or type(error).__name__, meeting)
                 raise
 
     @property

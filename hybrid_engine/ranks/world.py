@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -80,7 +81,8 @@ class World:
 
     def refuse(self, why: str, meeting: str) -> None:
         """Report to the ranks that wait in a rendezvous that this one does not come."""
-        self._store.set(f"{meeting}/refused", why)
+        with suppress(RuntimeError):  # the store may be gone, with the job
+            self._store.set(f"{meeting}/refused", why)
 
     def refusal(self, meeting: str) -> str:
         """Return why a rank does not come to a rendezvous; "" if none has refused."""

@@ -18,7 +18,7 @@ import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
@@ -446,53 +446,32 @@ class RayServer(Server):
             ) from error
 
 
-class BackgroundCall:
-    """Call of a server in the background, while all ranks take part in the requested operation.
+def call_while_switching(
+    call: Callable[[dict[str, Any]], None], message: ServerMessage, world: World
+) -> Future[None]:
+    """Call a server in the background, while all ranks take part in the requested operation.
+
+    If it fails, the ranks that wait in the next meeting of `world` learn why.
 
     Args:
         call: method of the server.
         message: its argument.
-        refused: called with the error's text if the call fails.
     """
+    meeting = world.meeting
 
-    def __init__(
-        self,
-        call: Callable[[dict[str, Any]], None],
-        message: ServerMessage,
-        refused: Callable[[str], None],
-    ) -> None:
-        def notify(future: Future[None]) -> None:
-            error = future.exception()
-            if error:
-                with contextlib.suppress(RuntimeError):  # the job has ended, and its store is gone
-                    refused(str(error))
+    def notify(future: Future[None]) -> None:
+        if error := future.exception():
+            world.refuse(str(error), meeting)
 
-        self._future = in_background(lambda: call(message.as_json()), "call of a server")
-        self._future.add_done_callback(notify)
-
-    def result(self, seconds: float) -> None:
-        """Wait for the response. Raises ServerError."""
-        try:
-            self._future.result(seconds)
-        except NotDone:
-            raise ServerError(
-                f"a server did not answer within {seconds:g} s after the switch", code="no-response"
-            ) from None
-
-    def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for the call to end, whether it succeeds or fails."""
-        wait([self._future], seconds)
-
-    def failure(self) -> str:
-        """Return the text of the call's error, or "" if it has not failed so far."""
-        error = self._future.exception() if self._future.done() else None
-        return "" if error is None else str(error)
+    future = in_background(lambda: call(message.as_json()), "call of a server")
+    future.add_done_callback(notify)
+    return future
 
 
-def failures_of(calls: Iterable[BackgroundCall]) -> str:
-    """Return the text of each failed call, on a new line."""
-    texts = [call.failure() for call in calls]
-    return "".join(f"\n{text}" for text in texts if text)
+def failures_of(calls: Iterable[Future[None]]) -> str:
+    """Return the text of each call that has failed so far, on a new line."""
+    errors = [call.exception() for call in calls if call.done()]
+    return "".join(f"\n{error}" for error in errors if error)
 
 
 def _public_addresses(url: str, *, allow_public: bool) -> list[str]:
@@ -554,5 +533,4 @@ def refuse_meeting(
     After the first two arguments it has those of `__exit__`, for `ExitStack.push`.
     """
     if error is not None:
-        with contextlib.suppress(RuntimeError):  # the job has ended, and its store is gone
-            world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)
+        world.refuse(f"rank {world.rank}: {type(error).__name__}: {error}", meeting)

@@ -37,7 +37,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -53,17 +55,15 @@ from hybrid_engine.errors import (
     StateError,
     require_none,
 )
-from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import (
-    BackgroundCall,
     PauseMode,
     VllmServer,
+    call_while_switching,
     failures_of,
     refuse_meeting,
     require_servers,
@@ -84,10 +84,10 @@ from hybrid_engine.serving.invitation import (
     require_address,
     require_ports,
 )
-from hybrid_engine.serving.roles import NoInference
+from hybrid_engine.serving.roles import NoInference, OneSidedSwitch
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager
-from hybrid_engine.switch.states import State, Switch, resident_kinds
+from hybrid_engine.switch.states import State, Switch
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -162,7 +162,6 @@ class WeightPublisher(Switch):
         self._manager: ShardingManager | None = None
         self._name = ""
         self._is_new = False  # no switch has followed the invitation yet
-        self._ends = ExitStack()
         # Previous ones too: a server that leaves a job still reads its store.
         self._rendezvous: list[Rendezvous] = []
         self._servers: list[VllmServer] = []
@@ -209,13 +208,6 @@ class WeightPublisher(Switch):
     def forward_context(self) -> AbstractContextManager[None]:
         """Context for scoring: only parameters need to be on the device."""
         return self.entered(State.FORWARD)
-
-    def start(self) -> None:
-        if not self._is_started:
-            with self.job.agreement.phase("onload"):
-                self.offloader.onload(KINDS)
-            self.state = State.TRAIN
-            self._is_started = True
 
     def require_step(self) -> None:
         """Raise StateError if another optimizer step would exceed the servers' server_max_lag."""
@@ -264,14 +256,8 @@ class WeightPublisher(Switch):
 
     # -- switches ----------------------------------------------------------------------------------
 
-    def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; return None if it is the present state. See `publish`."""
-        self.start()
-        self._resync_after_interrupt(f"entering {target.context}")
-        before = self.state
+    def _enter(self, before: State, target: State) -> ReshardReport:
         started = time.perf_counter()
-        if target is before:
-            return None
         is_broken = before is State.INTERRUPTED and (self._manager is not None or self._may_hold)
         takes_back = before is State.INFER or is_broken
         with_servers = target is State.INFER or (takes_back and self.config.release_weights)
@@ -286,23 +272,18 @@ class WeightPublisher(Switch):
         else:
             with self.offloader.owner_rests():
                 # The servers' weights do not change.
-                wanted = resident_kinds(target, self.config)
                 if before is State.TRAIN:
                     self._finish_pending()
-                self._offload(frozenset(KINDS) - wanted)
-                self._onload(wanted, read_only=target is not State.TRAIN)
+                self._move_state(target)
         return self._end(target, report or self._report(f"{before}->{target}", started))
 
-    def _resync_after_interrupt(self, phase: str) -> None:
-        """Bring all ranks to a common state. Collective.
-
-        After Ctrl-C ranks may have reached different points. All are then INTERRUPTED, and in no
-        job with servers.
-        """
+    def _progress(self) -> list[int]:
         served = -1 if self.served is None else self.served
-        progress = [list(State).index(self.state), self._manager is None, self._may_hold, served]
-        if self.job.agreement.is_same(progress, phase):
-            return
+        return [*super()._progress(), self._manager is None, self._may_hold, served]
+
+    def _resync(self, phase: str) -> None:
+        """Also leave the servers, which may hold what any rank has noted."""
+        super()._resync(phase)
         by_rank = self.job.agreement.gather(
             (self.served, self._may_hold), tuple[int | None, bool], phase
         )
@@ -325,13 +306,11 @@ class WeightPublisher(Switch):
             is_compared=is_compared,
         )
         switch_error: Exception | None = None
-        calls: list[BackgroundCall] = []
+        calls: list[Future[None]] = []
         self.drawn_with = None
         try:
             if is_due:
-                with self.job.agreement.phase("onload"):
-                    self.offloader.onload({"param"}, read_only=True)
-                self._check.probe_trainer()
+                self._probe_trainer()
             calls = self._start_update(before, update, manager.job.world)
             held = self._may_hold
             fills = target is State.INFER and self.config.release_weights
@@ -361,20 +340,15 @@ class WeightPublisher(Switch):
                 # After Ctrl-C some rank is in its next call already, where all ranks resynchronize.
                 raise
             self._recover(manager, calls, stays=switch_error is not None)
-            if isinstance(error, LostRankError):
-                # The lost rank is a server's: without all trainers, `_recover` would have raised.
-                failures = failures_of(calls)
-                raise ServerError(
-                    f"a server was lost in a switch; {_RECOVERED}. {error}{failures}",
-                    code="server-lost",
-                ) from error
-            raise
+            # Without all trainers, `_recover` would have raised.
+            with self._blaming_servers(calls, "a server was lost in a switch", "server-lost"):
+                raise
         except BaseException as interrupt:
             self._leave_servers(interrupt)
             raise
         return manager.last_report
 
-    def _start_update(self, before: State, update: Update, world: World) -> list[BackgroundCall]:
+    def _start_update(self, before: State, update: Update, world: World) -> list[Future[None]]:
         """Start an update in all servers; servers that may be generating are paused first.
 
         In the first switch of a job that is unknown: servers may have weights of trainers that are
@@ -398,13 +372,11 @@ class WeightPublisher(Switch):
                 server.start_weight_update()
 
         self._call_servers("asking the servers for a switch", ask)
-        refuse = functools.partial(world.refuse, meeting=world.meeting)
         return [
-            BackgroundCall(server.update_weights, update, refused=refuse)
-            for server in self._servers
+            call_while_switching(server.update_weights, update, world) for server in self._servers
         ]
 
-    def _end_update(self, calls: Sequence[BackgroundCall], target: State, update: Update) -> None:
+    def _end_update(self, calls: Sequence[Future[None]], target: State, update: Update) -> None:
         """End the update: once all are filled, servers report the new version and resume."""
         manager = self._manager
 
@@ -479,21 +451,24 @@ class WeightPublisher(Switch):
                 world = invitation.signed().world(self.job.rank)
             undo.push(functools.partial(refuse_meeting, world, world.meeting))
             calls = self._invite(invitation, counts, world)
+            undo.callback(self._leave)
             failure: Exception | None = None
             try:
-                undo.enter_context(self._join(world))
+                self._manager = OneSidedSwitch(
+                    world,
+                    trainer=self.trainer,
+                    inference=self._side,
+                    caches=self._side,
+                    offloader=self.offloader,
+                    config=self.config.model_copy(update={"check_compute": "off"}),
+                    device=self.job.device,
+                    host=self.job.hosts[self.job.rank],
+                    within=self,
+                )
             except Exception as error:
                 failure = error
-            try:
+            with self._blaming_servers(calls, "a server did not join", "server-did-not-join"):
                 self.job.agreement.conclude("joining the servers", failure)
-            except LostRankError as error:
-                if self.job.agreement.lost is not None:
-                    raise
-                failures = failures_of(calls)
-                raise ServerError(
-                    f"a server did not join; {_RECOVERED}. {error}{failures}",
-                    code="server-did-not-join",
-                ) from error
             self._call_servers("joining the servers", lambda: self._await(calls))
             if self._check.is_on:
                 phase = "looking at what the servers compute"
@@ -501,23 +476,22 @@ class WeightPublisher(Switch):
                 self._check.join(servers)
             self._name = name
             self._is_new = True
-            self._ends = undo.pop_all()
+            undo.pop_all()
         self._close_rendezvous(num_kept=1)
         assert self._manager is not None
         return self._manager
 
     def _invite(
         self, invitation: Invitation, counts: Sequence[int], world: World
-    ) -> list[BackgroundCall]:
+    ) -> list[Future[None]]:
         """Invite the servers, which the first rank has; `counts`: number of workers of each."""
-        refuse = functools.partial(world.refuse, meeting=world.meeting)
         first = invitation.first_rank
         calls = []
         # All ranks know the counts, but only the first one has servers.
         for server, count in zip(self._servers, counts, strict=False):
             own_invitation = replace(invitation, first_rank=first, num_workers=count).signed()
             calls.append(
-                BackgroundCall(server.init_weight_transfer_engine, own_invitation, refused=refuse)
+                call_while_switching(server.init_weight_transfer_engine, own_invitation, world)
             )
             # 8 trainers and servers of 2 and 4 workers: ranks 0 to 7, 8 to 9, 10 to 13.
             first += count
@@ -531,27 +505,18 @@ class WeightPublisher(Switch):
         for rendezvous in closing:
             rendezvous.close()
 
-    def _join(self, world: World) -> ExitStack:
-        """Join the job as a trainer, plan, and set `_manager`; the returned stack undoes this."""
-        with Ends() as undo:
-            host = self.job.hosts[self.job.rank]
-            job = Job.join(
-                self.config.timeout_seconds, world=world, device=self.job.device, host=host
-            )
-            undo.callback(job.close)
-            self._manager = ShardingManager(
-                self.trainer,
-                self._side,
-                caches=self._side,
-                offloader=self.offloader,
-                config=self.config.model_copy(update={"check_compute": "off"}),
-                job=job,
-                within=self,
-            )
-            undo.callback(self._manager.close)
-            # If a server fails after all have joined.
-            undo.callback(setattr, self, "_manager", None)
-            return undo.pop_all()
+    @contextmanager
+    def _blaming_servers(
+        self, calls: Sequence[Future[None]], problem: str, code: str
+    ) -> Iterator[None]:
+        """Raise ServerError if a server's rank is lost in the block, and no trainer's."""
+        try:
+            yield
+        except LostRankError as error:
+            if self.job.agreement.lost is not None:
+                raise
+            failures = failures_of(calls)
+            raise ServerError(f"{problem}; {_RECOVERED}. {error}{failures}", code=code) from error
 
     def _call_servers(self, phase: str, call: Callable[[], _T]) -> _T:
         """Run `call` on every rank; only the first rank has servers to call.
@@ -561,12 +526,19 @@ class WeightPublisher(Switch):
         call = functools.partial(with_server_error, phase, call)
         return call_in_rounds(self.job.agreement, phase, call)
 
-    def _await(self, calls: Sequence[BackgroundCall]) -> None:
+    def _await(self, calls: Sequence[Future[None]]) -> None:
+        seconds = self.config.timeout_seconds
         for call in calls:
-            call.result(self.config.timeout_seconds)
+            try:
+                call.result(seconds)
+            except NotDone:
+                raise ServerError(
+                    f"a server did not answer within {seconds:g} s after the switch",
+                    code="no-response",
+                ) from None
 
     def _recover(
-        self, manager: ShardingManager, calls: Sequence[BackgroundCall], *, stays: bool
+        self, manager: ShardingManager, calls: Sequence[Future[None]], *, stays: bool
     ) -> None:
         """Onload training state after a failed switch, and end the job unless all ranks are in it.
 
@@ -588,16 +560,17 @@ class WeightPublisher(Switch):
             "waiting for the end of the servers' switch", lambda: self._resume_servers(calls)
         )
 
-    def _resume_servers(self, calls: Sequence[BackgroundCall]) -> None:
+    def _resume_servers(self, calls: Sequence[Future[None]]) -> None:
         """Resume servers whose weights have not changed, once their switch has ended.
 
         Other servers refuse to resume, and stay paused.
         """
-        for server, call in zip(self._servers, calls, strict=True):
-            call.wait(self.config.timeout_seconds)
+        wait(calls, self.config.timeout_seconds)
+        if self.config.release_weights:
+            return
+        for server in self._servers:
             try:
-                if not self.config.release_weights:
-                    server.resume()
+                server.resume()
             except ServerError as error:
                 logger.warning("[Reshard] after a failed switch: %s", error)
 
@@ -607,10 +580,7 @@ class WeightPublisher(Switch):
             self._leave_servers()
         finally:
             self._reclaim_memory()
-            with self.job.agreement.phase("bringing training state back"):
-                self.offloader.onload(KINDS)
-            self.state = State.TRAIN
-            self._is_started = True
+            self._bring_back()
 
     def _reclaim_memory(self) -> None:
         """Reconnect once to make servers release weights that occupy memory training needs."""
@@ -637,13 +607,14 @@ class WeightPublisher(Switch):
 
         `interrupt`: error because of which this rank leaves alone, if any.
         """
-        ends = self._ends
-        self._ends = ExitStack()
+        self.state = State.INTERRUPTED
+        if interrupt is not None and self._manager is not None:
+            world = self._manager.job.world
+            refuse_meeting(world, world.meeting, type(interrupt), interrupt)
+        self._leave()
+
+    def _leave(self) -> None:
         manager = self._manager
         self._manager = None
-        self._name = ""
-        self.state = State.INTERRUPTED
-        if interrupt is not None and manager is not None:
-            world = manager.job.world
-            refuse_meeting(world, world.meeting, type(interrupt), interrupt)
-        ends.close()
+        if manager is not None:
+            manager.close()

@@ -27,10 +27,8 @@ import torch
 from hybrid_engine.errors import LostRankError, StateError
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceCaches, InferenceWeights
-from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.serving.invitation import Invitation, Update, require_ports
-from hybrid_engine.serving.roles import NoTraining
+from hybrid_engine.serving.roles import NoTraining, OneSidedSwitch
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 
@@ -86,7 +84,6 @@ class WeightReceiver:
         self._owner: Invitation | None = None
         self._name = ""
         self._manager: ShardingManager | None = None
-        self._ends = Ends()
 
     def join(self, invitation: Invitation) -> None:
         """Join a job, and leave the previous one.
@@ -130,23 +127,18 @@ class WeightReceiver:
             )
         self.leave()
         self._owner = invitation
-        with Ends() as undo:
-            job = Job.join(config.timeout_seconds, world=world, device=self._device)
-            undo.callback(job.close)
-            self._weights.take_place(rank, keeps_memory=not config.release_weights)
-            trainer = NoTraining()
-            manager = ShardingManager(
-                trainer,
-                self._weights,
-                caches=self._caches,
-                offloader=Offloader(trainer),
-                config=config,
-                job=job,
-            )
-            undo.callback(manager.close)
-            self._ends = undo.pop_all()
+        self._weights.take_place(rank, keeps_memory=not config.release_weights)
+        trainer = NoTraining()
+        self._manager = manager = OneSidedSwitch(
+            world,
+            trainer=trainer,
+            inference=self._weights,
+            caches=self._caches,
+            offloader=Offloader(trainer),
+            config=config,
+            device=self._device,
+        )
         self._name = invitation.name
-        self._manager = manager
         logger.info(
             "[Reshard] joined as rank %d of %d: %d buckets",
             rank,
@@ -204,9 +196,8 @@ class WeightReceiver:
         """Leave the job; complete weights stay. Idempotent."""
         manager = self._manager
         self._manager = None
-        self._name = ""
         if manager is not None:
-            self._ends.close()
+            manager.close()
 
     def _note_failure(self, before: Holds, error: BaseException) -> None:
         """Discard weights that a failed switch has touched, and leave a job that is lost.

@@ -1,15 +1,21 @@
-"""Null objects for the side that a process lacks if trainers and servers are separate processes."""
+"""Switch of a process that trains or serves, and null objects for the side that it lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.memory.offload_items import Guards, OffloadItem
 from hybrid_engine.ports import GuardedTrainer, InferenceCaches, InferenceWeights, TrainingWeights
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.signals_and_forks import Ends
+from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import Extent, Layout
+from hybrid_engine.switch.sharding_manager import ShardingManager
 
 
 class NoTraining(GuardedTrainer, TrainingWeights):
@@ -72,3 +78,37 @@ class NoInference(InferenceWeights, InferenceCaches):
 
     def reset_caches(self) -> None:
         """Do nothing: a server clears its caches when it is paused."""
+
+
+class OneSidedSwitch(ShardingManager):
+    """Switch of a job of trainers and servers, in a process with one side; `close` leaves the job.
+
+    Args:
+        world: ranks of the job, which this joins; collective over them.
+        config: keys of a switch.
+        device: device of this process's side.
+        host: host of this rank, if it is known.
+        parts: further arguments of a `ShardingManager`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        config: GenerateConfig,
+        device: torch.device,
+        host: str | None = None,
+        **parts: Any,
+    ) -> None:
+        with Ends() as undo:
+            job = Job.join(config.timeout_seconds, world=world, device=device, host=host)
+            undo.callback(job.close)
+            super().__init__(config=config, job=job, **parts)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Close the switch, and leave the job. Idempotent."""
+        try:
+            super().close()
+        finally:
+            self.job.close()

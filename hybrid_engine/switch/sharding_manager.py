@@ -9,8 +9,9 @@
 The package's docstring lists the phases of a switch; each ends with an agreement of all ranks. The
 device holds at most the larger of training state and inference weights, plus a few buckets, and
 with `incremental` up to `incremental_mb` of inference weights. A failed switch restores the state
-before it; training weights are never written. While state is moved the manager is INTERRUPTED, and
-stays so if an exception like KeyboardInterrupt escapes: the next switch recovers.
+before it, or IDLE if inference weights were lost on the way; training weights are never written.
+While state is moved the manager is INTERRUPTED, and stays so if restoring fails, or an exception
+like KeyboardInterrupt escapes: the next switch recovers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hybrid_engine.errors import HybridEngineError, LostRankError, ReshardError,
 from hybrid_engine.layouts.memory import fitting_kinds, gib
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.planning.plan import DEVICE_GBPS, Link, ReshardPlan
+from hybrid_engine.planning.plan import DEVICE_GBPS, Link
 from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.communicators import IdleCommunicators, require_suspension
@@ -41,12 +42,10 @@ from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, costs_of_all
-from hybrid_engine.switch.setup import Connection, RankPlan, connect
+from hybrid_engine.switch.setup import connect
 from hybrid_engine.switch.states import State, Switch, resident_kinds
-from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.tracing import timeline_of
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -81,6 +80,9 @@ class ShardingManager(Switch):
     usable during training, except during a fill; a switch to INFER ends in TRAIN.
 
     Attributes:
+        plan: this rank's plan.
+        router: transports, connected for the plan.
+        container: inference weights, as filled by the switch.
         has_written: the last `enter` has overwritten or released inference weights; otherwise they
             are unchanged.
     """
@@ -103,56 +105,34 @@ class ShardingManager(Switch):
         self.inference = inference
         self.caches = caches
         self._shares_memory = False
-        # Kinds set to `auto` that have room beside inference; not known before the first step.
-        self._fitting: frozenset[Kind] | None = None
         self.has_written = False
         self._communicators = IdleCommunicators(lambda: trainer.process_groups)
         if config.suspend_communicators and job.device.type == "cuda" and trainer.process_groups:
             require_suspension("generate_config.suspend_communicators")
         self._timeline = timeline_of(config.trace, job)
         with Ends() as undo, self._traced("set-up"):
-            self._connection: Connection | None = connect(
-                job,
-                trainer,
-                inference,
-                config,
-                undo,
-                self._tally,
-                training_side,
-            )
+            connection = connect(job, trainer, inference, config, undo, self._tally, training_side)
             self._check: LogprobCheck = LogprobCheck(
                 trainer, caches, job, config.check_compute, reference
             )
             self._ends = undo.pop_all()
             # The state stays, and its user may do without the guard.
             self._ends.callback(offloader.wait)
+        self._of_rank = connection.of_rank
+        self.plan = connection.of_rank.plan
+        self.router = connection.router
+        self.container = connection.container
+        self._fence_group = connection.fence_group
+        self._is_closed = False
         self._setup_seconds: Mapping[str, float] = {}
 
-    @property
-    def plan(self) -> ReshardPlan:
-        """This rank's plan. Raises StateError once closed, as do `router` and `container`."""
-        return self._of_rank.plan
-
-    @property
-    def _of_rank(self) -> RankPlan:
-        return self._require_open().of_rank
-
-    @property
-    def router(self) -> TransportSet:
-        """Transports, connected for the plan."""
-        return self._require_open().router
-
-    @property
-    def container(self) -> WeightContainer:
-        """Inference weights, as filled by the switch."""
-        return self._require_open().container
-
     def start(self) -> None:
-        """Onload the training state and release the inference weights: state TRAIN. Idempotent.
+        """Release the inference weights as well; else as the base class.
 
         After a failure the manager is still not started; it can be started again, or closed.
         """
-        self._require_open()
+        if self._is_closed:
+            raise StateError("the switch was closed; build a new engine", code="switch-is-closed")
         if self._is_started:
             return
         with self._traced("start"), torch_defaults():
@@ -160,56 +140,36 @@ class ShardingManager(Switch):
                 with self._phase("release"):
                     self.has_written = True
                     self.inference.release()
-            with self._phase("onload"):
-                self.offloader.onload(KINDS)
+            self._bring_back()
         self._setup_seconds = dict(self._tally.seconds)
-        self.state = State.TRAIN
-        self._is_started = True
 
     def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; starts the manager if needed.
-
-        Returns None if `target` is the present state. Raises on all ranks if any rank fails; the
-        previous state is then restored: IDLE if inference weights were lost on the way, INTERRUPTED
-        if restoring failed too or after Ctrl-C. If only an end hook failed, the switch stands. No
-        switch can follow a LostRankError. Raises StateError if ranks request different states.
-        """
+        """See the base class. No switch can follow a LostRankError."""
         self.has_written = False
-        if self._of_rank.is_apart:
+        if self._of_rank.is_apart and not self._is_closed:
             # A rank whose process refused the switch takes part in no collective, so meet through
             # the store first.
             self.job.meet()
-        self.start()
-        position = list(State).index(self.state)
-        settled = [position, self._fitting is not None, bool(self._late_kinds)]
-        if not self.job.agreement.is_same(settled, f"entering {target.context}"):
-            # Ctrl-C reached some ranks before the end of a switch, and others after it.
-            self.state = State.INTERRUPTED
-            self._fitting = None
-            self._late_kinds = frozenset()
-        if target is self.state:
-            return None
-        direction = f"{self.state}->{target}"
-        with self._traced(direction), torch_defaults():
-            return self._enter(target, direction)
+        return super().enter(target)
 
-    def _enter(self, target: State, direction: str) -> ReshardReport:
-        before = self.state
-        started = time.perf_counter()
-        self._begin(before, target)
-        # The first report includes the seconds of set-up.
-        self._tally.seconds.update(self._setup_seconds if self.last_report is None else {})
-        try:
-            with self.offloader.owner_rests():
-                self._switch(before, target)
-        except LostRankError:
-            raise
-        except Exception as error:
-            self._restore(before, direction, error)
-            raise
-        report = self._report(direction, started)
-        logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
-        return self._end(State.TRAIN if self._keeps_serving else target, report)
+    def _enter(self, before: State, target: State) -> ReshardReport:
+        direction = f"{before}->{target}"
+        with self._traced(direction), torch_defaults():
+            started = time.perf_counter()
+            self._begin(before, target)
+            # The first report includes the seconds of set-up.
+            self._tally.seconds.update(self._setup_seconds if self.last_report is None else {})
+            try:
+                with self.offloader.owner_rests():
+                    self._switch(before, target)
+            except LostRankError:
+                raise
+            except Exception as error:
+                self._restore(before, direction, error)
+                raise
+            report = self._report(direction, started)
+            logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
+            return self._end(State.TRAIN if self._keeps_serving else target, report)
 
     def _switch(self, before: State, target: State) -> None:
         # IDLE may follow a release that failed, so inference weights may be left there too.
@@ -220,13 +180,9 @@ class ShardingManager(Switch):
         # A fill has done it in `prepare`, unless no parameters had to come back.
         if selection is None and before is State.TRAIN:
             self._finish_pending()
-        wanted = self._resident(target)
         if target is State.IDLE:
             self._late_kinds = frozenset()
-        self._offload(_ALL_KINDS - wanted)
-        if selection is not None:
-            self._of_rank.incremental.note_departure(self.offloader.departure("param"))
-        self._onload(wanted, read_only=target is not State.TRAIN)
+        self._move_state(target)
         if target is State.IDLE:
             # Others may use the device: a critic trains.
             with self._phase("give back"):
@@ -235,6 +191,7 @@ class ShardingManager(Switch):
             with self._phase("give back"):
                 self.router.trim()
         if selection is not None:
+            self._of_rank.incremental.note_departure(self.offloader.departure("param"))
             self._settle_late_kinds()
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
@@ -247,9 +204,7 @@ class ShardingManager(Switch):
         """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
         of_rank = self._of_rank
         if self._check.is_due:
-            self._onload({"param"}, read_only=True)
-            with self._tally.timed("compute"):
-                self._check.probe_trainer()
+            self._probe_trainer()
         self._fit_beside_inference()
         self._offload(self._leaving - {"param"})
         selection = self._next_selection()
@@ -307,9 +262,6 @@ class ShardingManager(Switch):
             self._tally.add(verification.costs)
         of_rank.incremental.note(selection)
         return selection
-
-    def _resident(self, state: State) -> set[Kind]:
-        return resident_kinds(state, self.config, self._fitting or ())
 
     @property
     def _leaving(self) -> frozenset[Kind]:
@@ -448,7 +400,7 @@ class ShardingManager(Switch):
         training = self._training_nbytes()
         return ReleaseFence(
             self.job.rank,
-            self._require_open().fence_group,
+            self._fence_group,
             self.job.agreement.pace(),
             self.offloader,
             buffers,
@@ -503,11 +455,6 @@ class ShardingManager(Switch):
     def _traced(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self._timeline is None else self._timeline.switch(name)
 
-    def _require_open(self) -> Connection:
-        if self._connection is None:
-            raise StateError("the switch was closed; build a new engine", code="switch-is-closed")
-        return self._connection
-
     def close(self) -> None:
         """Close the transports with their mappings and memory, and end the process groups.
 
@@ -516,7 +463,7 @@ class ShardingManager(Switch):
         try:
             self._resume_before_close()
         finally:
-            self._connection = None
+            self._is_closed = True
             self._is_started = False
             self._ends.close()
 
@@ -524,7 +471,7 @@ class ShardingManager(Switch):
         """Resume the trainer's communicators, if all ranks close together: alone it would hang."""
         agreement = self.job.agreement
         is_alone = agreement.lost is not None or agreement.has_left
-        if self._connection is None or not self.config.suspend_communicators or is_alone:
+        if self._is_closed or not self.config.suspend_communicators or is_alone:
             return
         try:
             self._resume_communicators()

@@ -118,6 +118,8 @@ class Switch(ABC):
     _check: TrainerCheck
     # Kinds that leave behind generation, as far as weights do not need their memory.
     _late_kinds: frozenset[Kind] = frozenset()
+    # Kinds set to `auto` that have room beside inference; None: not known before the first step.
+    _fitting: frozenset[Kind] | None = None
 
     def __init__(
         self,
@@ -164,13 +166,38 @@ class Switch(ABC):
         self._start_hooks = [registered for registered in self._start_hooks if registered != hook]
         self._end_hooks = [registered for registered in self._end_hooks if registered != hook]
 
-    @abstractmethod
     def start(self) -> None:
-        """Onload the training state: state TRAIN. Idempotent."""
+        """Onload the training state: state TRAIN. Idempotent; the first switch implies it."""
+        if not self._is_started:
+            self._bring_back()
+
+    def enter(self, target: State) -> ReshardReport | None:
+        """Switch to `target`; return None if it is the present state.
+
+        Raises on all ranks if any rank fails, and StateError if ranks request different states. If
+        only an end hook failed, the switch stands.
+        """
+        self.start()
+        phase = f"entering {target.context}"
+        if not self.job.agreement.is_same(self._progress(), phase):
+            # Ctrl-C reached some ranks before the end of a switch, and others after it.
+            self._resync(phase)
+        return None if target is self.state else self._enter(self.state, target)
 
     @abstractmethod
-    def enter(self, target: State) -> ReshardReport | None:
-        """Switch to `target`; return None if it is the present state."""
+    def _enter(self, before: State, target: State) -> ReshardReport:
+        """Switch from `before` to another state."""
+
+    def _progress(self) -> list[int]:
+        """Return numbers that are the same on all ranks between switches."""
+        position = list(State).index(self.state)
+        return [position, self._fitting is not None, bool(self._late_kinds)]
+
+    def _resync(self, phase: str) -> None:
+        """Forget the progress of ranks that differ: state INTERRUPTED. Collective."""
+        self.state = State.INTERRUPTED
+        self._fitting = None
+        self._late_kinds = frozenset()
 
     def require_kinds(self, kinds: Collection[str]) -> None:
         """Raise StateError unless the state needs these kinds of training state on the device.
@@ -266,6 +293,28 @@ class Switch(ABC):
         """
         with self._phase("prepare", SHORT_PATIENCE):
             self.trainer.weights.finish_pending()
+
+    def _bring_back(self) -> None:
+        """Onload all training state: state TRAIN."""
+        with self._phase("onload"):
+            self.offloader.onload(KINDS)
+        self.state = State.TRAIN
+        self._is_started = True
+
+    def _resident(self, state: State) -> set[Kind]:
+        return resident_kinds(state, self.config, self._fitting or ())
+
+    def _move_state(self, target: State) -> None:
+        """Move training state to where it is in `target`."""
+        wanted = self._resident(target)
+        self._offload(frozenset(KINDS) - wanted)
+        self._onload(wanted, read_only=target is not State.TRAIN)
+
+    def _probe_trainer(self) -> None:
+        """Run the trainer's forward pass, with which the inference side will be compared."""
+        self._onload({"param"}, read_only=True)
+        with self._tally.timed("compute"):
+            self._check.probe_trainer()
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):

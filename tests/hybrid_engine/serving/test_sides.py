@@ -26,8 +26,7 @@ from hybrid_engine.serving.comparison import ServerDescription
 from hybrid_engine.serving.invitation import TOKEN, Invitation, Rendezvous, Update
 from hybrid_engine.serving.publisher import WeightPublisher
 from hybrid_engine.serving.receiver import WeightReceiver
-from hybrid_engine.serving.roles import NoInference, NoTraining
-from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.serving.roles import NoInference, NoTraining, OneSidedSwitch
 from hybrid_engine.switch.states import State
 from tests.harness.errors import violated
 
@@ -103,7 +102,7 @@ def test_a_refused_invitation_leaves_the_job_alone(monkeypatch: pytest.MonkeyPat
         receiver.leave()
 
 
-class SignallingManager(ShardingManager):
+class SignallingSwitch(OneSidedSwitch):
     is_built = threading.Event()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,8 +116,8 @@ def test_servers_that_fail_after_joining_are_invited_again(
     server = NoWorkers()
     with closing(publisher_of(job, server)) as publisher:
         server.fails_in = "init_weight_transfer_engine"
-        monkeypatch.setattr(publisher_module, "ShardingManager", SignallingManager)
-        monkeypatch.setattr(SignallingManager, "is_built", server.may_fail)
+        monkeypatch.setattr(publisher_module, "OneSidedSwitch", SignallingSwitch)
+        monkeypatch.setattr(SignallingSwitch, "is_built", server.may_fail)
         with pytest.raises(ServerError, match="the server is gone"):
             publisher.publish()
         assert publisher.state is State.TRAIN
