@@ -10,8 +10,13 @@ from importlib import metadata
 
 from hybrid_engine.errors import DependencyError
 
-NAME = "hybrid_engine"
-"""Name of the load format and of the weight transfer backend that a server must have."""
+OWN_DEVICES = {
+    "release_weights": False,
+    "offload_train_param": False,
+    "offload_train_grad": False,
+    "offload_train_optimizer": False,
+}
+"""Keys for servers on other devices than the trainers': nothing needs to leave any device."""
 
 
 def require_tested(distribution: str, tested: str, install: str) -> None:

@@ -31,13 +31,14 @@ from typing import Any, Self
 
 from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.integrations import NAME, require_tested
+from hybrid_engine.integrations import OWN_DEVICES, require_tested
 from hybrid_engine.integrations.accelerated import (
     engine_around,
     merge_configs,
     request_outputs,
     require_supported,
 )
+from hybrid_engine.serving import NAME
 from hybrid_engine.serving.clients import HttpServer
 from hybrid_engine.switch.states import State
 
@@ -147,8 +148,7 @@ class WeightTransfer:
 
     def __init__(self, **rollout_config: Any) -> None:
         require_tested("trl", TESTED_VERSION, INSTALL)
-        offload = {f"offload_train_{kind}": False for kind in ("param", "grad", "optimizer")}
-        self._config = {"release_weights": False, **offload, **rollout_config}
+        self._config: dict[str, Any] = {**OWN_DEVICES, **rollout_config}
         self._ends = ExitStack()
         self._trainer: Any = None
         self.engine: HybridEngine | None = None

@@ -45,7 +45,8 @@ from hybrid_engine.errors import (
     require_none,
 )
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.integrations import NAME, require_tested
+from hybrid_engine.integrations import OWN_DEVICES, require_tested
+from hybrid_engine.serving import NAME
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 
@@ -225,14 +226,8 @@ class Publisher(CheckpointEngine):
         require_none(_violations(engine, servers))
         defaults: dict[str, Any] = {}
         if not self._shares_devices:
-            defaults = {
-                "release_weights": False,
-                # verl itself bounds how far the actors may be ahead.
-                "server_max_lag": 1 << 20,
-                "offload_train_param": False,
-                "offload_train_grad": False,
-                "offload_train_optimizer": False,
-            }
+            # verl itself bounds how far the actors may be ahead.
+            defaults = {**OWN_DEVICES, "server_max_lag": 1 << 20}
         keys = {**defaults, **self._config, "servers": [*servers]}
         if not isinstance(engine.module, list):
             return HybridEngine(model=engine.module, rollout_config=keys, shard=False)
