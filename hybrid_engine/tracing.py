@@ -98,17 +98,6 @@ def span(name: str, **arguments: int | float | str) -> AbstractContextManager[ob
     return nullcontext() if recording is None else _timed(recording, name, arguments)
 
 
-@contextmanager
-def timed_span(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Record a span, and add its duration to `seconds[name]`, also if it raises."""
-    start = time.perf_counter()
-    try:
-        with span(name):
-            yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 def count(name: str, **values: int) -> None:
     """Record present amounts of something, e.g. bytes by purpose."""
     recording = _current.get()

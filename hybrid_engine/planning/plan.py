@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.records.regions import Shape
+from hybrid_engine.tracing import span
 
 
 class Link(StrEnum):
@@ -249,6 +252,16 @@ class Costs:
     nbytes_by_peer: defaultdict[str, Counter[int]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Record a span, and add its duration to a phase, which may occur again, or raise."""
+        start = time.perf_counter()
+        try:
+            with span(phase):
+                yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
 
     def add(self, other: Costs) -> None:
         """Add the costs of a part."""

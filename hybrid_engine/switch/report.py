@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybrid_engine.planning.plan import Costs, Link, link_seconds
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.pull import LocalTransport
 
 
@@ -173,10 +171,6 @@ class SwitchTally(Costs):
     """
 
     speed: dict[str, Any] = field(default_factory=dict)
-
-    def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Add the time of the `with` block to a phase, which may occur several times."""
-        return timed_span(self.seconds, phase)
 
     def add_fill(self, fill: Costs, gbps: Mapping[Link, float], slowest: int) -> None:
         """Add the fill of this switch; there is at most one.

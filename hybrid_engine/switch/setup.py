@@ -42,7 +42,6 @@ from hybrid_engine.switch.incremental import Incremental
 from hybrid_engine.switch.replicas import Replicas
 from hybrid_engine.switch.verifier import ValueRanges, Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import Group, RelayBuffers, TransportContext
 from hybrid_engine.transports.copies import FlatBuffers
@@ -145,7 +144,7 @@ def connect(
     if relay buffers do not fit.
     """
     fence_group = job.new_host_group(owner)
-    with timed_span(costs.seconds, "layout"):
+    with costs.timed("layout"):
         with job.agreement.phase("layout"):
             job.require_timeout(config.timeout_seconds)
             buffers = trainer.weights.buffers()
@@ -163,7 +162,7 @@ def connect(
         if source_side is None:
             source_side = gather_side(job, trainer.weights)
         numbers, messages = job.agreement.share(records, "exchange of layouts")
-    with timed_span(costs.seconds, "plan"):
+    with costs.timed("plan"):
         with job.agreement.phase("plan"):
             rank_part = rank_plan(
                 job.rank,

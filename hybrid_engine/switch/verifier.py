@@ -39,7 +39,6 @@ from hybrid_engine.records.layout import Layout, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.sides import Side
 from hybrid_engine.switch.replicas import ranks_text, region_text, replicas_differ, views_of
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.copies import FlatBuffers
 
 NUM_SAMPLED = 8
@@ -135,7 +134,7 @@ class Verification:
 
     def filled(self, bucket: Bucket, source: FlatBuffers, destination: FlatBuffers) -> None:
         """Compute digests of this rank's regions of a bucket's tensors, on both sides."""
-        with timed_span(self.costs.seconds, "verify"):
+        with self.costs.timed("verify"):
             verifier = self._verifier
             names = [name for name in bucket.tensors if name in self.tensors]
             verifier.compared.difference_update(bucket.tensors)
@@ -171,7 +170,7 @@ class Verification:
 
         Raises WeightError with every mismatch on this rank, RemoteError with those of other ranks.
         """
-        with timed_span(self.costs.seconds, "verify"):
+        with self.costs.timed("verify"):
             rows = [_ROW.pack(_key_of(part.region), digest) for part, digest in self._source]
             message = b"".join(rows)
             messages = self._job.agreement.gather(message, bytes, "verify", sys.maxsize)

@@ -27,7 +27,7 @@ from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
-from hybrid_engine.tracing import span, timed_span
+from hybrid_engine.tracing import span
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.router import TransportSet
 
@@ -262,7 +262,7 @@ class WeightContainer:
             self._step = f"bucket {bucket.index}, phase {phase}"
             return phase
 
-        with timed_span(costs.seconds, begin("allocate")):
+        with costs.timed(begin("allocate")):
             destination = self._weights.allocate(groups) if groups else {}
         if fence is not None:
             # Only after `allocate`: vLLM's wake-up waits for everything queued on the device, also
@@ -279,7 +279,7 @@ class WeightContainer:
             # Directly before the commit, so that nothing can change the bytes in between.
             begin("verify")
             verification.filled(bucket, source, destination)
-        with timed_span(costs.seconds, begin("commit")):
+        with costs.timed(begin("commit")):
             if groups:
                 self._weights.commit(groups)
 

@@ -31,7 +31,6 @@ from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 from hybrid_engine.ranks.torch_internals import TensorDict, abort_group, end_batch
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Group, Transport, TransportContext
 from hybrid_engine.transports.copies import BatchedCopies, FlatBuffers
 from hybrid_engine.transports.deltas import Deltas
@@ -153,7 +152,7 @@ class CollectiveTransport(Transport):
         self._raise_if_broken(bucket, self._group)
         # Messages of the previous bucket may still be in flight, in the other slot.
         slot = bucket % NUM_SLOTS
-        with timed_span(self._costs.seconds, "read"):
+        with self._costs.timed("read"):
             sent = self._stage(f"send {slot}", share.outgoing)
             received = self._stage(f"receive {slot}", share.incoming)
             failure = None
@@ -177,7 +176,7 @@ class CollectiveTransport(Transport):
         if exchange.failure is not None:
             raise exchange.failure
         received = read_headers(exchange.incoming, bucket)
-        with timed_span(self._costs.seconds, "write"):
+        with self._costs.timed("write"):
             self._require_valid(bucket, "transfer", received)
             if self._deltas is not None:
                 self._apply(bucket, received, self._deltas)
@@ -366,7 +365,7 @@ class CollectiveTransport(Transport):
     def _wait(self, bucket: int, phase: str, group: Group, posted: Posted) -> None:
         # From here on: a message that was started with the bucket before has the full time left.
         deadline = time.monotonic() + self._timeout
-        with timed_span(self._costs.seconds, "transfer"):
+        with self._costs.timed("transfer"):
             for work, peer in posted:
                 try:
                     _finish(work, deadline, of_nccl=not isinstance(group, RankGroup))

@@ -24,7 +24,6 @@ from hybrid_engine.memory.elastic import Handle, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle, map_pages
 from hybrid_engine.planning.plan import Costs, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
-from hybrid_engine.tracing import timed_span
 from hybrid_engine.transports.context import Transport, TransportContext
 from hybrid_engine.transports.copies import BatchedCopies, FlatBuffers, FlatOf, failure_at
 
@@ -50,9 +49,9 @@ class PullTransport(Transport):
         """Copy; see the base class."""
         # Device memory of peers is unmapped when the stack is closed.
         with ExitStack() as readings:
-            with timed_span(self._costs.seconds, "read"):
+            with self._costs.timed("read"):
                 source_of = self._open_sources(bucket, copies, source, readings)
-            with timed_span(self._costs.seconds, "transfer"):
+            with self._costs.timed("transfer"):
                 copies.run(
                     source_of,
                     lambda transfer: destination[transfer.dst.buffer.name],
