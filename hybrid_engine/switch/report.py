@@ -100,39 +100,38 @@ class ReshardReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        ways = ""
+        text = (
+            f"[Reshard] direction={self.direction} version={self.version} "
+            f"duration={self.seconds:.3f} s, "
+            f"transferred={self.bytes_received / 1e9:.6f} GB "
+            f"(least possible {self.bytes_least / 1e9:.6f} GB), "
+            f"peak={self.peak_bytes / 1e9:.6f} GB"
+        )
         if self.slowest_rank is not None:
             known = "unknown" if self.percent_of_bound is None else f"{self.percent_of_bound:.0f} %"
-            ways = (
+            text += (
                 f", {self.gb_per_second:.3f} GB/s in the fill ({known} of the bound), "
                 f"slowest rank {self.slowest_rank} ({self.slowest_seconds:.3f} s)"
             )
         for name, nbytes in self.bytes_by_transport.items():
-            ways += f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
+            text += f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
         if self.seconds_hidden or self.seconds_exposed:
-            ways += f", hidden {self.seconds_hidden:.3f} s, exposed {self.seconds_exposed:.3f} s"
-        verified = ""
+            text += f", hidden {self.seconds_hidden:.3f} s, exposed {self.seconds_exposed:.3f} s"
+        num_messages = self.messages_delta + self.messages_whole
+        if num_messages:
+            density = "" if self.density is None else f", {self.density:.4%} changed"
+            text += f", deltas {self.messages_delta} of {num_messages} messages{density}"
+        for name in ("skipped", "kept", "suspended"):
+            if nbytes := getattr(self, f"bytes_{name}"):
+                text += f", {name} {nbytes / 1e9:.6f} GB"
         if self.tensors_verified:
-            verified = (
+            text += (
                 f", verified={self.tensors_verified} tensors, "
                 f"{self.bytes_verified / 1e9:.6f} GB read, "
                 f"{self.bytes_of_digests} bytes of digests "
                 f"in {self.seconds_by_phase['verify']:.3f} s"
             )
-        num_messages = self.messages_delta + self.messages_whole
-        if num_messages:
-            density = "" if self.density is None else f", {self.density:.4%} changed"
-            ways += f", deltas {self.messages_delta} of {num_messages} messages{density}"
-        for name in ("skipped", "kept", "suspended"):
-            if nbytes := getattr(self, f"bytes_{name}"):
-                ways += f", {name} {nbytes / 1e9:.6f} GB"
-        return (
-            f"[Reshard] direction={self.direction} version={self.version} "
-            f"duration={self.seconds:.3f} s, "
-            f"transferred={self.bytes_received / 1e9:.6f} GB "
-            f"(least possible {self.bytes_least / 1e9:.6f} GB), "
-            f"peak={self.peak_bytes / 1e9:.6f} GB{ways}{verified}"
-        )
+        return text
 
 
 # In 63 bits there is room for 2**43 microseconds, 101 days, and a million ranks.
