@@ -161,8 +161,7 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
     def config(self) -> GenerateConfig:
         """Return the configuration of the switch.
 
-        Raises MessageError for keys that are not in `SWITCH_KEYS`. The log-probability check is
-        off, because trainers compare servers by separate calls.
+        Raises MessageError for keys that are not in `SWITCH_KEYS`.
         """
         unknown = sorted(self.settings.keys() - set(SWITCH_KEYS))
         if unknown:
@@ -170,7 +169,7 @@ class Invitation(ServerMessage, frozen=True, kw_only=True):
                 f"unknown keys of a switch: {shortened(unknown)}", code="unknown-key"
             )
         with _readable(type(self)):
-            return GenerateConfig(check_compute="off", **self.settings)
+            return GenerateConfig(**self.settings)
 
     def store(self) -> dist.Store:
         """Connect to the store.

@@ -61,7 +61,6 @@ from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.clients import (
-    PauseMode,
     VllmServer,
     call_while_switching,
     failures_of,
@@ -107,14 +106,10 @@ class WeightPublisher(Switch):
             here.
         servers: servers, in any form that `clients.server_of` takes; the same on all ranks, but
             called by the first rank only. Raises ConfigError if one does not answer.
-        config: configuration of the switch: transport, bucket size, kinds to offload, timeout.
+        config: configuration of the switch: transport, bucket size, kinds to offload, timeout; and
+            its keys `server_...`.
         job: job of the trainers; outlives this object.
         offloader: offloader of the trainer's state; created here if omitted.
-        pause: treatment of requests in flight when weights are withdrawn or replaced.
-        address: address at which servers on other hosts reach these trainers; None if all are on
-            this host.
-        allow_public: see `clients.server_of`.
-        take_over: take servers from other trainers that are alive.
         reference: compared with the trainer if the servers cannot be.
 
     Attributes:
@@ -127,6 +122,7 @@ class WeightPublisher(Switch):
             none older.
     """
 
+    inference: NoInference
     served: int | None = None
     drawn_with: DrawnWith | None = None
 
@@ -138,10 +134,6 @@ class WeightPublisher(Switch):
         config: GenerateConfig,
         job: Job,
         offloader: Offloader | None = None,
-        pause: PauseMode = "keep",
-        address: str | None = None,
-        allow_public: bool = False,
-        take_over: bool = False,
         reference: ConfigModel | None = None,
     ) -> None:
         if not hasattr(trainer, "guard"):
@@ -149,11 +141,7 @@ class WeightPublisher(Switch):
             remedy = "Pass a ports.Trainer. For a model, HybridEngine(model=...) has one"
             raise ConfigError.of("trainer", problem, remedy, code="not-a-trainer")
         super().__init__(trainer, offloader or Offloader(trainer), config, job)
-        self._side = NoInference()
-        self.inference = self._side
-        self._pause: PauseMode = pause
-        self._address = address
-        self._takes_over = take_over
+        self.inference = NoInference()
         self._check: ServerComparison = ServerComparison(
             trainer, job, config.check_compute, reference
         )
@@ -168,12 +156,13 @@ class WeightPublisher(Switch):
         timeout = config.timeout_seconds
         with job.agreement.phase("looking at the servers"):
             require_ports(config.server_ports)
-            require_servers(servers, address, self.job.hosts)
-            if address is not None:
-                require_address(address, allow_public=allow_public)
+            require_servers(servers, config.server_address, self.job.hosts)
+            if config.server_address is not None:
+                require_address(config.server_address, allow_public=config.server_allow_public)
             if job.rank == 0:
                 self._servers = [
-                    server_of(server, timeout, allow_public=allow_public) for server in servers
+                    server_of(server, timeout, allow_public=config.server_allow_public)
+                    for server in servers
                 ]
         silent = silent_servers(self._servers, timeout)
         self._call_servers("asking the servers", lambda: require_none(silent))
@@ -356,7 +345,9 @@ class WeightPublisher(Switch):
         """
         is_first = self._is_new
         self._is_new = False
-        mode: PauseMode = "wait" if is_first and self._pause == "abort" else self._pause
+        mode = self.config.server_pause
+        if is_first and mode == "abort":
+            mode = "wait"
         may_draw = (
             before in (State.INFER, State.INTERRUPTED)
             or is_first
@@ -398,11 +389,12 @@ class WeightPublisher(Switch):
         """Raise ComputationError unless paused servers compute as trainers do. First rank only."""
         assert self._check.tokens is not None, "servers are asked only if it is due"
         tokens = self._check.tokens.tolist()
-        answers = []
-        for server in self._while_joined(manager):
+        answers = [
             # It has described itself, so it has `probe`.
-            answers.append(server.probe(tokens))  # type: ignore[attr-defined]
-        self._check.require_same([read_json(ServerAnswer, answer) for answer in answers])
+            read_json(ServerAnswer, server.probe(tokens))  # type: ignore[attr-defined]
+            for server in self._while_joined(manager)
+        ]
+        self._check.require_same(answers)
 
     def _while_joined(self, manager: ShardingManager | None) -> Iterator[VllmServer]:
         """Yield the servers while the trainers are in the job of `manager`; then raise ServerError.
@@ -425,27 +417,24 @@ class WeightPublisher(Switch):
             counts = self._call_servers(
                 phase, lambda: [server.num_workers() for server in self._servers]
             )
+            created: Invitation | None = None
             with self.job.agreement.phase(phase):
-                created: list[str] = []
                 if self.job.rank == 0:
-                    rendezvous = Rendezvous(self._address)
+                    rendezvous = Rendezvous(self.config.server_address)
                     self._rendezvous.append(rendezvous)
-                    created = [rendezvous.place, rendezvous.name]
-            by_rank = self.job.agreement.gather(
-                (created, counts), tuple[list[str], list[int]], phase
-            )
-            (place, name), counts = by_rank[0]
-            invitation = Invitation(
-                place=place,
-                name=name,
-                first_rank=self.job.world_size,
-                num_workers=0,
-                size=self.job.world_size + sum(counts),
-                settings=self.config.model_dump(mode="json", include=set(SWITCH_KEYS)),
-                address=LOOPBACK if self._address is None else None,
-                job=self._job_name,
-                takes_over=self._takes_over,
-            )
+                    created = Invitation(
+                        place=rendezvous.place,
+                        name=rendezvous.name,
+                        first_rank=self.job.world_size,
+                        num_workers=0,
+                        size=self.job.world_size + sum(counts),
+                        settings=self.config.model_dump(mode="json", include=set(SWITCH_KEYS)),
+                        address=LOOPBACK if self.config.server_address is None else None,
+                        job=self._job_name,
+                        takes_over=self.config.server_take_over,
+                    )
+            invitation = self.job.agreement.gather(created, Invitation | None, phase)[0]
+            assert invitation is not None, "the first rank has created it"
             # A rank may lack the token, or not reach the store.
             with self.job.agreement.phase(phase):
                 world = invitation.signed().world(self.job.rank)
@@ -457,10 +446,10 @@ class WeightPublisher(Switch):
                 self._manager = OneSidedSwitch(
                     world,
                     trainer=self.trainer,
-                    inference=self._side,
-                    caches=self._side,
+                    inference=self.inference,
+                    caches=self.inference,
                     offloader=self.offloader,
-                    config=self.config.model_copy(update={"check_compute": "off"}),
+                    config=self.config,
                     device=self.job.device,
                     host=self.job.hosts[self.job.rank],
                     within=self,
@@ -474,7 +463,7 @@ class WeightPublisher(Switch):
                 phase = "looking at what the servers compute"
                 servers = self._call_servers(phase, lambda: list(map(describe, self._servers)))
                 self._check.join(servers)
-            self._name = name
+            self._name = invitation.name
             self._is_new = True
             undo.pop_all()
         self._close_rendezvous(num_kept=1)
@@ -487,8 +476,7 @@ class WeightPublisher(Switch):
         """Invite the servers, which the first rank has; `counts`: number of workers of each."""
         first = invitation.first_rank
         calls = []
-        # All ranks know the counts, but only the first one has servers.
-        for server, count in zip(self._servers, counts, strict=False):
+        for server, count in zip(self._servers, counts, strict=True):
             own_invitation = replace(invitation, first_rank=first, num_workers=count).signed()
             calls.append(
                 call_while_switching(server.init_weight_transfer_engine, own_invitation, world)
@@ -499,11 +487,8 @@ class WeightPublisher(Switch):
 
     def _close_rendezvous(self, num_kept: int) -> None:
         """Close all but the last `num_kept` stores."""
-        num_closed = len(self._rendezvous) - num_kept
-        closing = self._rendezvous[:num_closed]
-        self._rendezvous = self._rendezvous[len(closing) :]
-        for rendezvous in closing:
-            rendezvous.close()
+        while len(self._rendezvous) > num_kept:
+            self._rendezvous.pop(0).close()
 
     @contextmanager
     def _blaming_servers(

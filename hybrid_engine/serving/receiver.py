@@ -82,7 +82,6 @@ class WeightReceiver:
         self.version = -1
         self.job = ""
         self._owner: Invitation | None = None
-        self._name = ""
         self._manager: ShardingManager | None = None
 
     def join(self, invitation: Invitation) -> None:
@@ -138,7 +137,6 @@ class WeightReceiver:
             config=config,
             device=self._device,
         )
-        self._name = invitation.name
         logger.info(
             "[Reshard] joined as rank %d of %d: %d buckets",
             rank,
@@ -154,7 +152,8 @@ class WeightReceiver:
         void unless they were not touched yet.
         """
         manager = self._manager
-        if manager is None or update.name != self._name:
+        owner = self._owner
+        if manager is None or owner is None or update.name != owner.name:
             raise StateError(
                 "this worker is not in the job that requests a switch: "
                 "it was lost or restarted. Publish again",
@@ -169,10 +168,9 @@ class WeightReceiver:
             self._note_failure(before, error)
             raise
         if target is State.INFER:
-            assert self._owner is not None, "a worker in a job has joined it"
             self.holds = Holds.UNCOMPARED if update.is_compared else Holds.FILLED
             self.version = update.version
-            self.job = self._owner.job
+            self.job = owner.job
         elif not manager.has_written:
             self.holds = before
 

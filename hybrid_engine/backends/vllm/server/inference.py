@@ -78,17 +78,12 @@ class ServedInference(CompletingEngine):
         self, trainer: Trainer, offloader: Offloader, reference: ConfigModel | None = None
     ) -> WeightPublisher:
         """Return the publisher that replaces a `ShardingManager`. Collective."""
-        generate = self._generate
         self._publisher = WeightPublisher(
             trainer,
             self._servers,
-            config=generate,
+            config=self._generate,
             job=self.job,
             offloader=offloader,
-            pause=generate.server_pause,
-            address=generate.server_address,
-            allow_public=generate.server_allow_public,
-            take_over=generate.server_take_over,
             reference=reference,
         )
         return self._publisher
