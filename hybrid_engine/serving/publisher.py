@@ -247,10 +247,9 @@ class WeightPublisher(Switch):
 
     def _enter(self, before: State, target: State) -> ReshardReport:
         started = time.perf_counter()
-        is_broken = before is State.INTERRUPTED and (self._manager is not None or self._may_hold)
-        takes_back = before is State.INFER or is_broken
-        with_servers = target is State.INFER or (takes_back and self.config.release_weights)
-        if before is State.INTERRUPTED and (with_servers or is_broken):
+        takes_back = before is State.INFER and self.config.release_weights
+        with_servers = target is State.INFER or takes_back
+        if before is State.INTERRUPTED:
             # An update may be open in the servers; a new invitation ends it.
             self._disconnect()
         manager = self._connected() if with_servers else None
