@@ -29,7 +29,7 @@ from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.verifier import Verification
 from hybrid_engine.tracing import span
 from hybrid_engine.transports.copies import FlatBuffers
-from hybrid_engine.transports.router import TransportSet
+from hybrid_engine.transports.router import TransportSet, collecting
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,9 @@ class WeightContainer:
         plan, router: made from their layout, and connected for the plan.
         num_ranks: number of ranks that fill together.
 
+    Attributes:
+        state: contents of the inference side.
+
     Raises PlanError if no bucket of the plan completes a group of this rank.
     """
 
@@ -78,7 +81,7 @@ class WeightContainer:
         self._groups = [
             [group for group in bucket.groups if group in groups] for bucket in plan.buckets
         ]
-        self._state = ContainerState.EMPTY
+        self.state = ContainerState.EMPTY
         # For messages: the current step of the fill, and the groups that it fills.
         self._step = ""
         self._filling: list[str] = []
@@ -99,10 +102,6 @@ class WeightContainer:
                     "build the plan from the layouts of this engine"
                 ]
             )
-
-    @property
-    def state(self) -> ContainerState:
-        return self._state
 
     def groups_of(self, buckets: Collection[int]) -> list[str]:
         """Return this rank's groups of these buckets."""
@@ -127,9 +126,9 @@ class WeightContainer:
         other ranks.
         """
         self._has_begun = False
-        if self._state is not ContainerState.EMPTY:
+        if self.state is not ContainerState.EMPTY:
             raise StateError(
-                f"the weight container is {self._state.value}; release() it before the next fill",
+                f"the weight container is {self.state.value}; release() it before the next fill",
                 code="container-not-empty",
             )
         if not self._is_in_step:
@@ -199,7 +198,7 @@ class WeightContainer:
             # Out of step until the fill ends, or until the other ranks were notified of a failure.
             self._is_in_step = self._num_ranks == 1
             self._has_begun = False
-            self._state = ContainerState.PARTIAL
+            self.state = ContainerState.PARTIAL
             self._live = frozenset()
             self._router.prepare()
             for bucket in self._buckets:
@@ -225,7 +224,7 @@ class WeightContainer:
                 code="fill-failed",
             ) from error
         self._live = frozenset(self.groups_of(range(len(self._groups))))
-        self._state = ContainerState.FILLED
+        self.state = ContainerState.FILLED
         return self._costs
 
     def release(self, keep: Collection[str] = ()) -> None:
@@ -234,18 +233,18 @@ class WeightContainer:
         `keep`: groups of this rank that may stay unchanged; after a failed fill none stays.
         """
         self._has_begun = False
-        if self._state is ContainerState.EMPTY and self._live.issubset(keep):
+        if self.state is ContainerState.EMPTY and self._live.issubset(keep):
             return
         kept = self._live.intersection(keep)
         # In case the engine's release fails midway.
         self._live = frozenset()
-        self._state = ContainerState.PARTIAL
+        self.state = ContainerState.PARTIAL
         if kept:
             self._weights.release(kept)
         else:
             self._weights.release()
         self._live = kept
-        self._state = ContainerState.EMPTY
+        self.state = ContainerState.EMPTY
 
     def _fill_bucket(
         self,
@@ -297,14 +296,12 @@ class WeightContainer:
         if fence is not None:
             steps.append(fence.drain)
         steps.append(self._router.trim)
-        failures = []
+        failures: list[Exception] = []
         for step in steps:
-            try:
+            # The other steps still run: one dead group must not keep peers from being notified by
+            # the others.
+            with collecting(failures):
                 step()
-            except Exception as error:
-                # The other steps still run: one dead group must not keep peers from being notified
-                # by the others.
-                failures.append(error)
         if failures:
             logger.warning(
                 "the fill could not be abandoned everywhere; peers end by their timeout: %s",

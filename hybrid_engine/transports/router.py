@@ -249,7 +249,7 @@ class TransportSet:
         share = self._share(bucket)
         self.num_met += 1
         if following is not None:
-            with _collecting(failures):
+            with collecting(failures):
                 for started in (bucket, following):
                     for name, part in self._share(started).parts.items():
                         transport = self._transports[name]
@@ -258,7 +258,7 @@ class TransportSet:
         for name, part in share.parts.items():
             transport = self._transports[name]
             # Other transports have other peers.
-            with _collecting(failures):
+            with collecting(failures):
                 if failures:
                     transport.abandon(bucket.index, part, _reason(failures))
                 else:
@@ -275,7 +275,7 @@ class TransportSet:
 
         Both notifications are sent in any case, so that no rank is left waiting.
         """
-        with _collecting(failures):
+        with collecting(failures):
             self._relays.finish_writes()
         for phase, receivers, senders in (
             (_ARRIVED, share.readers, share.relay_ranks),
@@ -283,10 +283,10 @@ class TransportSet:
             (_READ, share.relay_ranks, share.readers),
         ):
             for transport in self._transports.values():
-                with _collecting(failures):
+                with collecting(failures):
                     transport.notify(bucket, phase, receivers, senders, _reason(failures))
             if phase == _ARRIVED and not failures:
-                with _collecting(failures):
+                with collecting(failures):
                     # The relay rank reads its part here as well.
                     for name, part in share.fan_out.items():
                         self._transports[name].run(bucket, part, self._relays.tensors, destination)
@@ -338,7 +338,7 @@ class TransportSet:
 
 
 @contextmanager
-def _collecting(failures: list[Exception]) -> Iterator[None]:
+def collecting(failures: list[Exception]) -> Iterator[None]:
     """Add an exception of the block to `failures`."""
     try:
         yield

@@ -289,13 +289,13 @@ def completions_of(output: Any, params: Any) -> list[Completion]:
     return [
         Completion(
             token_ids=tuple(choice.token_ids),
-            logprobs=_scored(choice.logprobs or (), choice.token_ids),
+            logprobs=scored(choice.logprobs or (), choice.token_ids),
             finish_reason=str(choice.finish_reason),
             stop_reason=choice.stop_reason,
             top_logprobs=_all_scored(choice.logprobs or ()) if has_top else (),
             drawn_text=choice.text if params.detokenize else None,
             temperature=params.temperature or 1.0,
-            prompt_logprobs=_scored(rows, output.prompt_token_ids[1:]),
+            prompt_logprobs=scored(rows, output.prompt_token_ids[1:]),
             prompt_top_logprobs=_all_scored(rows) if params.prompt_logprobs else (),
             routed_experts=_routed_experts_of(choice),
         )
@@ -303,7 +303,7 @@ def completions_of(output: Any, params: Any) -> list[Completion]:
     ]
 
 
-def _scored(positions: Sequence[Any], tokens: Sequence[int]) -> tuple[float, ...]:
+def scored(positions: Sequence[Any], tokens: Sequence[int]) -> tuple[float, ...]:
     """Return the log-probability of each token at its position; empty without positions."""
     pairs = zip(positions, tokens, strict=False)
     return tuple(position[token].logprob for position, token in pairs)

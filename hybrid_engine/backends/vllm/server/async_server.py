@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.requests import scored
 from hybrid_engine.backends.vllm.server.routes import drawn_with
 from hybrid_engine.errors import ServerError, clipped
 from hybrid_engine.serving import NAME
@@ -126,8 +127,7 @@ def _choice(output: Any) -> Body:
     """Return a choice in the format of the HTTP route."""
     logprobs = None
     if output.logprobs is not None:
-        pairs = zip(output.token_ids, output.logprobs, strict=True)
-        logprobs = {"token_logprobs": [by_token[token].logprob for token, by_token in pairs]}
+        logprobs = {"token_logprobs": list(scored(output.logprobs, output.token_ids))}
     return {
         "index": output.index,
         "token_ids": list(output.token_ids),
