@@ -285,28 +285,27 @@ class WeightPublisher(Switch):
         self, manager: ShardingManager, before: State, target: State
     ) -> ReshardReport | None:
         """Switch trainers and servers."""
-        is_due = target is State.INFER and self._check.is_due
-        is_compared = is_due and self._check.asks_engines
+        fills = target is State.INFER
         update = Update(
             name=self._name,
             to=target.value,  # type: ignore[arg-type]  # mypy knows it as a str, not as one of four
             version=self.trainer.version,
-            is_compared=is_compared,
+            is_compared=fills and self._check.asks_engines,
         )
         switch_error: Exception | None = None
         calls: list[Future[None]] = []
         self.drawn_with = None
         try:
-            if is_due:
+            if fills and self._check.is_due:
                 self._probe_trainer()
             calls = self._start_update(before, update, manager.job.world)
             held = self._may_hold
-            fills = target is State.INFER and self.config.release_weights
+            will_hold = fills and self.config.release_weights
             # Set early: an interrupt may come once the servers are filled.
-            self._may_hold = held or fills
+            self._may_hold = held or will_hold
             try:
                 manager.enter(target)
-                self._may_hold = fills
+                self._may_hold = will_hold
             except Exception as error:
                 switch_error = error
                 # After a failure that follows the first write or release, all servers have dropped
@@ -318,7 +317,7 @@ class WeightPublisher(Switch):
             # trainers have finished it.
             self.job.agreement.conclude("the switch with the servers", switch_error)
             self._end_update(calls, target, update)
-            if target is State.INFER:
+            if fills:
                 self._check.conclude()
                 self.drawn_with = DrawnWith(job=self._job_name, version=update.version)
                 if not self.config.release_weights:
