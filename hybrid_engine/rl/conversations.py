@@ -37,6 +37,7 @@ from hybrid_engine.errors import (
     GenerationError,
     Violation,
     Violations,
+    require_none,
     shortened,
 )
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -141,9 +142,8 @@ class Conversations:
         from hybrid_engine.backends.vllm.requests import with_values
 
         with engine.job.agreement.phase("checking a conversation"):
-            violations = [*_violations(prompts, sampling, max_tokens_per_turn, chat)]
-            if violations:
-                raise ArgumentError(violations)
+            violations = _violations(prompts, sampling, max_tokens_per_turn, chat)
+            require_none(violations, ArgumentError)
         engine.sharding.require_drawing()
         self._job = engine.job
         self._inference = inference = engine.inference
