@@ -15,7 +15,6 @@ tensors.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -24,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
-from megatron_patches.patch import Function, Patch, hooks_applied
+from megatron_patches.patch import Function, Patch, around, hooks_applied
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -273,17 +272,14 @@ def check_flat(
         )
 
 
-def _build_init(original: Function) -> Function:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _allocator is None:
-            original(self, *args, **kwargs)
-            return
-        with _Redirected(self, _allocator) as redirected:
-            original(self, *args, **kwargs)
-        redirected.check_complete()
-
-    return __init__
+@around
+def _construct(original: Function, buffer: Any, *args: Any, **kwargs: Any) -> None:
+    if _allocator is None:
+        original(buffer, *args, **kwargs)
+        return
+    with _Redirected(buffer, _allocator) as redirected:
+        original(buffer, *args, **kwargs)
+    redirected.check_complete()
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -293,6 +289,6 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
         reason="puts the flat buffers into chosen memory (elastic, shared) at a fixed address",
         remove_when="megatron-core takes an allocator for its parameter and gradient buffers",
-        build=_build_init,
+        build=_construct,
     ),
 )

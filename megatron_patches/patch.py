@@ -13,6 +13,7 @@ of the patches covers all modules.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -58,6 +59,19 @@ MISSING: Final = object()
 """Value of an attribute that does not exist."""
 
 Function = Callable[..., Any]
+
+
+def around(call: Function) -> Callable[[Function], Function]:
+    """Return a `build` whose replacement calls `call(original, *args, **kwargs)`."""
+
+    def build(original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replacement
+
+    return build
 
 
 def release_of(version: str) -> str:

@@ -12,23 +12,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_patches.patch import Function, Patch
+from megatron_patches.patch import Function, Patch, around
 from megatron_patches.script import required_engine
 
 SINCE = "0.19.0"
 """First supported megatron-core; the RL loop of earlier versions has other interfaces."""
 
 
-def with_rollouts(launch: Function) -> Function:
+@around
+async def with_rollouts(launch: Function, cls: type, model: Any, **kwargs: Any) -> Any:
     """Replace the class method `launch(cls, model, **kwargs)` of a server.
 
     Megatron calls it on every rank.
     """
-
-    async def launch_rollouts(cls: type, model: Any, **kwargs: Any) -> Any:
-        return await required_engine().launch_rollouts()
-
-    return launch_rollouts
+    return await required_engine().launch_rollouts()
 
 
 PATCHES: tuple[Patch, ...] = (

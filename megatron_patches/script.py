@@ -42,7 +42,14 @@ from megatron_patches.engines import (
     performs_rl,
 )
 from megatron_patches.errors import MegatronPatchError, ScriptError
-from megatron_patches.patch import Function, Patch, apply, check_version, stand_in_groups
+from megatron_patches.patch import (
+    Function,
+    Patch,
+    apply,
+    around,
+    check_version,
+    stand_in_groups,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,61 +125,58 @@ def apply_stand_ins() -> None:
     apply(groups, allow_version=allows_version())
 
 
-def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Return a decorator that has an effect once, even if both the source and a patch apply it."""
+def _decorator(call: Function) -> Callable[[Function], Function]:
+    """Return a decorator that has an effect once, even if both the source and a patch apply it.
 
-    @functools.wraps(decorate)
+    Decorated functions call `call(original, *args, **kwargs)`.
+    """
+
+    @functools.wraps(call)
     def apply_once(original: Function) -> Function:
-        if getattr(original, _MARK, None) == decorate.__name__:
+        if getattr(original, _MARK, None) == call.__name__:
             return original
-        decorated = functools.wraps(original)(decorate(original))
-        setattr(decorated, _MARK, decorate.__name__)
+        decorated = around(call)(original)
+        setattr(decorated, _MARK, call.__name__)
         return decorated
 
     return apply_once
 
 
 @_decorator
-def with_arguments(parse_args: Function) -> Function:
+def with_arguments(
+    parse_args: Function, extra_args_provider: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Decorate `parse_args(extra_args_provider, ignore_unknown_args)`: add our options."""
+    global _run
+    values: dict[str, Any] = {}
+    flags: frozenset[str] | None = None
 
-    def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
-        global _run
-        values: dict[str, Any] = {}
-        flags: frozenset[str] | None = None
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        nonlocal values, flags
+        parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+        values = add_arguments(parser)
+        # A private attribute, because the usage text lacks flags without help, and all but the
+        # first name of a flag.
+        flags = frozenset(parser._option_string_actions)
+        return parser
 
-        def provide(parser: ArgumentParser) -> ArgumentParser:
-            nonlocal values, flags
-            parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-            values = add_arguments(parser)
-            # A private attribute, because the usage text lacks flags without help, and all but the
-            # first name of a flag.
-            flags = frozenset(parser._option_string_actions)
-            return parser
-
-        parsed = parse_args(provide, *args, **kwargs)
-        with _refusing():
-            options = ReshardingOptions.of(values)
-        # Megatron may parse the same command line again after the engine was created.
-        if _run.engine is None or _run.options != options:
-            _run = _ScriptRun(options, flags=flags)
-        return parsed
-
-    return parse
+    parsed = parse_args(provide, *args, **kwargs)
+    with _refusing():
+        options = ReshardingOptions.of(values)
+    # Megatron may parse the same command line again after the engine was created.
+    if _run.engine is None or _run.options != options:
+        _run = _ScriptRun(options, flags=flags)
+    return parsed
 
 
 @_decorator
-def with_validation(validate_args: Function) -> Function:
+def with_validation(validate_args: Function, *args: Any, **kwargs: Any) -> Any:
     """Decorate `validate_args(args, defaults)`: create the engine."""
-
-    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        validated = validate_args(args, *rest, **kwargs)
-        if _run.options.enabled:
-            with _refusing():
-                _run.engine = _make_engine(MegatronScript(_run.options, validated, _run.flags))
-        return validated
-
-    return validate
+    validated = validate_args(*args, **kwargs)
+    if _run.options.enabled:
+        with _refusing():
+            _run.engine = _make_engine(MegatronScript(_run.options, validated, _run.flags))
+    return validated
 
 
 @contextlib.contextmanager
@@ -210,49 +214,41 @@ def _make_engine(script: MegatronScript) -> ReshardingEngine:
 
 
 @_decorator
-def with_buffers(get_model: Function) -> Function:
+def with_buffers(get_model: Function, *args: Any, **kwargs: Any) -> Any:
     """Decorate `get_model(…, wrap_with_ddp, …)`: the engine provides the memory of the buffers.
 
     Models without DDP are not trained, so they stay as they are.
     """
-
-    def get(*args: Any, **kwargs: Any) -> Any:
-        if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
-            return get_model(*args, **kwargs)
-        with _refusing():
-            engine = required_engine()
-            with engine.building():
-                chunks = get_model(*args, **kwargs)
-            engine.model_built(chunks)
-        return chunks
-
-    return get
+    if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
+        return get_model(*args, **kwargs)
+    with _refusing():
+        engine = required_engine()
+        with engine.building():
+            chunks = get_model(*args, **kwargs)
+        engine.model_built(chunks)
+    return chunks
 
 
 @_decorator
-def with_engine(train: Function) -> Function:
+def with_engine(train: Function, *args: Any, **kwargs: Any) -> Any:
     """Decorate `train(…, model, optimizer, opt_param_scheduler, …)`: attach the engine."""
-
-    def train_with_engine(*args: Any, **kwargs: Any) -> Any:
-        if not _run.options.enabled:
-            return train(*args, **kwargs)
-        model, optimizer, scheduler = (
-            _argument(train, name, args, kwargs)
-            for name in ("model", "optimizer", "opt_param_scheduler")
-        )
-        engine = required_engine()
-        # Megatron's iterations include skipped steps, but its scheduler counts the samples of steps
-        # that were taken. Exact if all steps have the same number of samples.
-        megatron_args = _megatron_args()
-        # 12,800 samples read and 12,544 trained on, in batches of 128: 2
-        # of 100 iterations were skipped.
-        skipped_samples = megatron_args.consumed_train_samples - scheduler.num_steps
-        num_skipped = skipped_samples // megatron_args.global_batch_size
-        num_steps = max(0, megatron_args.iteration - num_skipped)
-        with _attached(engine, model, optimizer, num_steps):
-            return train(*args, **kwargs)
-
-    return train_with_engine
+    if not _run.options.enabled:
+        return train(*args, **kwargs)
+    model, optimizer, scheduler = (
+        _argument(train, name, args, kwargs)
+        for name in ("model", "optimizer", "opt_param_scheduler")
+    )
+    engine = required_engine()
+    # Megatron's iterations include skipped steps, but its scheduler counts the samples of steps
+    # that were taken. Exact if all steps have the same number of samples.
+    megatron_args = _megatron_args()
+    # 12,800 samples read and 12,544 trained on, in batches of 128: 2 of 100 iterations were
+    # skipped.
+    skipped_samples = megatron_args.consumed_train_samples - scheduler.num_steps
+    num_skipped = skipped_samples // megatron_args.global_batch_size
+    num_steps = max(0, megatron_args.iteration - num_skipped)
+    with _attached(engine, model, optimizer, num_steps):
+        return train(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -281,26 +277,22 @@ def _attached(
 
 
 @_decorator
-def with_switch(train_step: Function) -> Function:
+def with_switch(train_step: Function, *args: Any, **kwargs: Any) -> Any:
     """Decorate `train_step`, which returns (losses, was_skipped, …): switch every N steps."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if _run.options.enabled and not _run.attached:
-            raise ScriptError(
-                ["train_step was called outside of megatron.training's train(); call it in there"]
-            )
-        if _run.starts and _run.options.at_start:
-            required_engine().switch(_megatron_args().curr_iteration)
-        _run.starts = False
-        result = train_step(*args, **kwargs)
-        _, was_skipped, *_ = result
-        if _run.options.enabled and not was_skipped:
-            _run.num_steps += 1
-            if _run.num_steps % _run.options.interval == 0:
-                required_engine().switch(_megatron_args().curr_iteration + 1)
-        return result
-
-    return step
+    if _run.options.enabled and not _run.attached:
+        raise ScriptError(
+            ["train_step was called outside of megatron.training's train(); call it in there"]
+        )
+    if _run.starts and _run.options.at_start:
+        required_engine().switch(_megatron_args().curr_iteration)
+    _run.starts = False
+    result = train_step(*args, **kwargs)
+    _, was_skipped, *_ = result
+    if _run.options.enabled and not was_skipped:
+        _run.num_steps += 1
+        if _run.num_steps % _run.options.interval == 0:
+            required_engine().switch(_megatron_args().curr_iteration + 1)
+    return result
 
 
 def required_engine() -> ReshardingEngine:
@@ -350,15 +342,12 @@ def _patch(
     )
 
 
-def _compiling_if_needed(compile_helpers: Function) -> Function:
-    @functools.wraps(compile_helpers)
-    def compile_if_needed() -> None:
-        folder = Path(compile_helpers.__globals__["__file__"]).parent
-        is_compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
-        if (folder / "Makefile").exists() or not is_compiled:
-            compile_helpers()
-
-    return compile_if_needed
+@around
+def _compile_if_needed(compile_helpers: Any) -> None:
+    folder = Path(compile_helpers.__globals__["__file__"]).parent
+    is_compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    if (folder / "Makefile").exists() or not is_compiled:
+        compile_helpers()
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -391,7 +380,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="calls make, which ends scripts that run with the wheel: it has compiled helpers, "
         "but no Makefile",
         remove_when="the wheel has a Makefile, or megatron.training does not recompile the helpers",
-        build=_compiling_if_needed,
+        build=_compile_if_needed,
         since="0.17.0",
     ),
 )

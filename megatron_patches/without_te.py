@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_patches.patch import MISSING, Function, Patch
+from megatron_patches.patch import MISSING, Patch, around
 
 _TRANSFORMER = "megatron.core.transformer"
 
@@ -16,20 +15,17 @@ def _build_missing_kernel(original: Any) -> Any:
     return None if original is MISSING else original
 
 
-def _build_without_te(original: Function) -> Function:
-    @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # megatron-core sets the flag without looking for the package, and only this constructor
-        # depends on a correct one.
-        names = original.__globals__
-        has_te = names["HAVE_TE"]
-        names["HAVE_TE"] = has_te and find_spec("transformer_engine") is not None
-        try:
-            original(*args, **kwargs)
-        finally:
-            names["HAVE_TE"] = has_te
-
-    return __init__
+@around
+def _construct_without_te(original: Any, *args: Any, **kwargs: Any) -> None:
+    # megatron-core sets the flag without looking for the package, and only this constructor
+    # depends on a correct one.
+    names = original.__globals__
+    has_te = names["HAVE_TE"]
+    names["HAVE_TE"] = has_te and find_spec("transformer_engine") is not None
+    try:
+        original(*args, **kwargs)
+    finally:
+        names["HAVE_TE"] = has_te
 
 
 PATCHES = (
@@ -47,7 +43,7 @@ PATCHES = (
         "without_te",
         f"{_TRANSFORMER}.multi_latent_attention:MultiLatentAttention.__init__",
         "assumes that Transformer Engine is installed, and calls isinstance(..., None): TypeError",
-        build=_build_without_te,
+        build=_construct_without_te,
         remove_when="multi_latent_attention checks whether Transformer Engine is installed",
     ),
 )

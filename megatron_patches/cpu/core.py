@@ -15,7 +15,6 @@ offloading.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import Function, Patch
+from megatron_patches.patch import Function, Patch, around
 
 _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
@@ -36,26 +35,22 @@ def _cpu_patch(
     return Patch(f"cpu.{name}", "cpu", target, reason, build=build, **options)
 
 
-def _build_get_rng_state(original: Any) -> Function:
-    def _get_cuda_rng_state(
-        device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-    ) -> torch.Tensor:
-        """Return the CPU generator's state."""
-        _refuse_graph_safe(graph_safe)
-        return torch.get_rng_state()
-
-    return _get_cuda_rng_state
+@around
+def _get_rng_state(
+    original: Function, device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    """Return the CPU generator's state."""
+    _refuse_graph_safe(graph_safe)
+    return torch.get_rng_state()
 
 
-def _build_set_rng_state(original: Any) -> Function:
-    def _set_cuda_rng_state(
-        new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False
-    ) -> None:
-        """Set the CPU generator's state."""
-        _refuse_graph_safe(graph_safe)
-        torch.set_rng_state(new_state)
-
-    return _set_cuda_rng_state
+@around
+def _set_rng_state(
+    original: Function, new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False
+) -> None:
+    """Set the CPU generator's state."""
+    _refuse_graph_safe(graph_safe)
+    torch.set_rng_state(new_state)
 
 
 def _refuse_graph_safe(graph_safe: bool) -> None:
@@ -65,29 +60,26 @@ def _refuse_graph_safe(graph_safe: bool) -> None:
         )
 
 
-def _build_nccl_options(original: Any) -> Function:
-    def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
-        """Return None, because gloo has none of NCCL's options."""
-
-    return get_nccl_options
+@around
+def _no_nccl_options(original: Function, pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
+    """Return None, because gloo has none of NCCL's options."""
 
 
-def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    @functools.wraps(original)
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        # The original refuses sequence parallel. Build the norm without it, then mark its
-        # parameters as Megatron marks norms.
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        parameters: Iterator[Any] = norm.parameters()
-        for parameter in parameters:
-            parameter.sequence_parallel = True
-        return norm
-
-    return __new__
+@around
+def _new_norm(
+    original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> torch.nn.Module:
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kwargs)
+    # The original refuses sequence parallel. Build the norm without it, then mark its parameters
+    # as Megatron marks norms.
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = original(cls, plain, *args, **kwargs)
+    parameters: Iterator[Any] = norm.parameters()
+    for parameter in parameters:
+        parameter.sequence_parallel = True
+    return norm
 
 
 def _build_eager(original: Any) -> Any:
@@ -95,27 +87,23 @@ def _build_eager(original: Any) -> Any:
     return getattr(original, "_torchdynamo_orig_callable", original)
 
 
-def _build_move_to_cpu(original: Function) -> Function:
-    @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    return maybe_move_tensor_to_cpu
+@around
+def _move_to_cpu(
+    original: Function, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _build_keeping_outputs_while_sent(original: Function) -> Function:
-    @functools.wraps(original)
-    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-        # The original calls this function for each output in a list or a dict.
-        if isinstance(out, torch.Tensor) and deallocate_pipeline_outputs:
-            sent: Any = out
-            # Keeps the memory that `out` drops and gloo still reads.
-            sent.kept_for_sending = out.data
-        original(out, deallocate_pipeline_outputs)
-
-    return deallocate_output_tensor
+@around
+def _keep_output_while_sent(
+    original: Function, out: Any, deallocate_pipeline_outputs: bool = False
+) -> None:
+    # The original calls this function for each output in a list or a dict.
+    if isinstance(out, torch.Tensor) and deallocate_pipeline_outputs:
+        sent: Any = out
+        # Keeps the memory that `out` drops and gloo still reads.
+        sent.kept_for_sending = out.data
+    original(out, deallocate_pipeline_outputs)
 
 
 _CUDA_SPELLED = (
@@ -166,26 +154,26 @@ PATCHES: tuple[Patch, ...] = (
         "rng.get",
         f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state",
         "reads a CUDA generator; on CPU dropout draws from the CPU generator",
-        _build_get_rng_state,
+        _get_rng_state,
     ),
     _cpu_patch(
         "rng.set",
         f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state",
         "waits for CUDA to be initialised, which never happens on CPU",
-        _build_set_rng_state,
+        _set_rng_state,
     ),
     _cpu_patch(
         "nccl_options",
         f"{_CORE}.parallel_state:get_nccl_options",
         "builds ProcessGroupNCCL options, a class that a CPU torch does not have",
-        _build_nccl_options,
+        _no_nccl_options,
     ),
     _cpu_patch(
         "sequence_parallel_norm",
         f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__",
         "refuses sequence parallel, which only needs marks on the weights, so that their gradients "
         "are summed over TP",
-        _build_norm_new,
+        _new_norm,
         remove_when="WrappedTorchNorm accepts sequence_parallel",
     ),
     _cpu_patch(
@@ -193,14 +181,14 @@ PATCHES: tuple[Patch, ...] = (
         f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
         "converts split sizes to numpy only if they are on CUDA; all_to_all_single does not accept "
         "tensors as sizes",
-        _build_move_to_cpu,
+        _move_to_cpu,
     ),
     _cpu_patch(
         "pipeline_outputs",
         f"{_CORE}.pipeline_parallel.schedules:deallocate_output_tensor",
         "frees outputs that are still being sent: CUDA keeps their memory until then, but gloo "
         "sends the new contents",
-        _build_keeping_outputs_while_sent,
+        _keep_output_while_sent,
         remove_when="interleaved schedules wait for a send before they free the output",
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),

@@ -14,7 +14,6 @@ torch itself is never changed: other code in this process imports the original.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches.errors import CpuUnsupportedError
+from megatron_patches.patch import Function, around
 
 
 def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -166,15 +166,11 @@ class CudaSpelling(TorchFunctionMode):
         return result
 
 
-def under_cuda_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original` wrapped to run under `CudaSpelling`."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with CudaSpelling():
-            return original(*args, **kwargs)
-
-    return run
+@around
+def under_cuda_spelling(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Run `original` under `CudaSpelling`."""
+    with CudaSpelling():
+        return original(*args, **kwargs)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -238,16 +234,13 @@ def _to_cpu_device(device: Any) -> Any:
     return device
 
 
-def _factory_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = _to_cpu_device(kwargs["device"])
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return create
+@around
+def _create_on_cpu(factory: Function, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("device") is not None:
+        kwargs["device"] = _to_cpu_device(kwargs["device"])
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return factory(*args, **kwargs)
 
 
 def _device_on_cpu(device: Any, index: int | None = None) -> torch.device:
@@ -315,7 +308,7 @@ def torch_on_cpu(original: ModuleType) -> ModuleType | Namespace:
     if original is not torch:
         return original
     overrides: dict[str, Any] = {
-        name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES
+        name: _create_on_cpu(getattr(original, name)) for name in _FACTORIES
     }
     overrides["cuda"] = _cuda_on_cpu()
     overrides["device"] = _device_on_cpu

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import Function, Patch
+from megatron_patches.patch import Function, Patch, around
 
 _SINCE = "0.19.0"
 
 
-def _build_unpacked(original: Function) -> Function:
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        input_ids: Any,
-        *args: Any,
-        packed_seq_params: Any = None,
-        fp32_output: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        # A pack of one sequence needs no packing.
-        if packed_seq_params is not None:
-            borders = packed_seq_params.cu_seqlens_q.tolist()
-            if borders != [0, input_ids.shape[1]]:
-                raise CpuUnsupportedError(
-                    "packing requires Transformer Engine; remove --rl-use-sequence-packing"
-                )
-        return original(self, input_ids, *args, **kwargs)
-
-    return forward
+@around
+def _forward_unpacked(
+    original: Function,
+    model: Any,
+    input_ids: Any,
+    *args: Any,
+    packed_seq_params: Any = None,
+    fp32_output: bool = True,
+    **kwargs: Any,
+) -> Any:
+    # A pack of one sequence needs no packing.
+    if packed_seq_params is not None:
+        borders = packed_seq_params.cu_seqlens_q.tolist()
+        if borders != [0, input_ids.shape[1]]:
+            raise CpuUnsupportedError(
+                "packing requires Transformer Engine; remove --rl-use-sequence-packing"
+            )
+    return original(model, input_ids, *args, **kwargs)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -44,7 +41,7 @@ PATCHES: tuple[Patch, ...] = (
         "that Float16Module would take",
         "the RL loop packs only for Transformer Engine, and omits fp32_output without a "
         "Float16Module",
-        _build_unpacked,
+        _forward_unpacked,
         since=_SINCE,
     ),
     Patch(

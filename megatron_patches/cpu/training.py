@@ -7,14 +7,13 @@ itself, which needs a C++ compiler and pybind11.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_patches.cpu import cuda_names
-from megatron_patches.patch import Function, Patch
+from megatron_patches.patch import Function, Patch, around
 
 _TRAINING = "megatron.training"
 _ALWAYS = "megatron.training selects its device instead of naming CUDA"
@@ -29,49 +28,35 @@ def _patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **m
     return Patch(f"cpu_training.{name}", "cpu_training", target, reason, build=build, **options)
 
 
-def _build_without_cuda(original: Function) -> Function:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-    return initialize_megatron
+@around
+def _initialize_without_cuda(original: Function, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
-def _build_nothing(original: Function) -> Function:
-    @functools.wraps(original)
-    def skip(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    return skip
+@around
+def _skip(original: Function, *args: Any, **kwargs: Any) -> None:
+    pass
 
 
-def _build_newest_architecture(original: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(original)
-    def get_device_arch_version() -> int:
-        return 10
-
-    return get_device_arch_version
+@around
+def _newest_architecture(original: Function) -> int:
+    return 10
 
 
-def _build_keeping_generator(original: Function) -> Function:
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        state = torch.get_rng_state()
-        try:
-            with cuda_names.CudaSpelling():
-                return original(*args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
-
-    return run
+@around
+def _keep_generator(original: Function, *args: Any, **kwargs: Any) -> Any:
+    state = torch.get_rng_state()
+    try:
+        with cuda_names.CudaSpelling():
+            return original(*args, **kwargs)
+    finally:
+        torch.set_rng_state(state)
 
 
-def _build_stay(original: Function) -> Function:
-    def cuda(self: Any, device: Any = None) -> Any:
-        """Return the module without moving it."""
-        return self
-
-    return cuda
+@around
+def _stay(original: Function, module: Any, device: Any = None) -> Any:
+    """Return the module without moving it."""
+    return module
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -79,13 +64,13 @@ PATCHES: tuple[Patch, ...] = (
         "initialize",
         f"{_TRAINING}.initialize:initialize_megatron",
         "asserts that CUDA is available",
-        _build_without_cuda,
+        _initialize_without_cuda,
     ),
     _patch(
         "fused_kernels",
         "megatron.legacy.fused_kernels:load",
         "calls nvcc and compiles kernels that only run on CUDA",
-        _build_nothing,
+        _skip,
         remove_when="megatron.training no longer loads the legacy kernels",
         until="0.17.0",
     ),
@@ -94,20 +79,20 @@ PATCHES: tuple[Patch, ...] = (
         f"{_TRAINING}.initialize:_warmup_jit_function",
         "compiles fused kernels before training; on CPU that takes minutes and a C++ compiler, and "
         "they are not used",
-        _build_nothing,
+        _skip,
     ),
     _patch(
         "architecture",
         f"{_TRAINING}.utils:get_device_arch_version",
         "reads the GPU generation, to require CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a "
         "CPU has no such queue",
-        _build_newest_architecture,
+        _newest_architecture,
     ),
     _patch(
         "module",
         "megatron.core.transformer.module:MegatronModule.cuda",
         "the training script moves every model chunk to CUDA",
-        _build_stay,
+        _stay,
     ),
     _patch(
         "spelling.evaluate",
@@ -133,20 +118,20 @@ PATCHES: tuple[Patch, ...] = (
         "data.iterators",
         f"{_TRAINING}.training:build_train_valid_test_data_iterators",
         _DRAWS,
-        _build_keeping_generator,
+        _keep_generator,
     ),
     _patch(
         "data.batch",
         f"{_TRAINING}.utils:get_batch_on_this_tp_rank",
         _DRAWS,
-        _build_keeping_generator,
+        _keep_generator,
         until="0.18.0",
     ),
     _patch(
         "data.next",
         "megatron.core.rerun_state_machine:RerunDataIterator.__next__",
         _DRAWS,
-        _build_keeping_generator,
+        _keep_generator,
         since="0.18.0",
     ),
 )

@@ -22,7 +22,7 @@ def test_a_freed_output_keeps_its_memory_while_it_may_be_sent() -> None:
 
     output = torch.arange(4.0)
     address = output.data_ptr()
-    free = core._build_keeping_outputs_while_sent(deallocate_output_tensor)
+    free = core._keep_output_while_sent(deallocate_output_tensor)
     free(output, deallocate_pipeline_outputs=False)
     assert output.numel() == 4
     free(output, deallocate_pipeline_outputs=True)
