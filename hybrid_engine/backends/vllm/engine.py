@@ -24,7 +24,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -113,6 +113,13 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.requests import AnySampling, Samplings
 
 logger = logging.getLogger("hybrid_engine")
+
+_EVERY_RANK = SimpleNamespace(is_first_rank=True)
+"""A group for vLLM's capture of experts in which every rank is the first.
+
+vLLM returns experts on the first rank of a replica, where its scheduler is; here each rank has a
+scheduler.
+"""
 
 
 class InferenceEngine(CompletingEngine):
@@ -480,7 +487,7 @@ class InferenceEngine(CompletingEngine):
             with (
                 capturing(trace, inspecting, keep),
                 reads.checked(),
-                internals.ROUTES_GROUP.replaced(_returning_on_all)
+                internals.ROUTES_GROUP.replaced(lambda _: lambda: _EVERY_RANK)
                 if self.settings.generate.router_replay
                 else nullcontext(),
             ):
@@ -568,12 +575,3 @@ class InferenceEngine(CompletingEngine):
         """See the base class."""
         config = self.llm.llm_engine.model_config
         check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())
-
-
-def _returning_on_all(_group_of: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a group for vLLM's capture of experts in which every rank is the first.
-
-    vLLM returns experts on the first rank of a replica, where its scheduler is; here each rank has
-    a scheduler.
-    """
-    return lambda: SimpleNamespace(is_first_rank=True)

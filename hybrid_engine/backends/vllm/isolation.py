@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.private_names import Function
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.backends.vllm.version import require_vllm
 from hybrid_engine.errors import (
     ConfigError,
@@ -271,30 +271,28 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
     device = {} if job.device.index is None else {"LOCAL_RANK": str(job.device.index)}
     order = settings.sizes.ranks.ravel().tolist()
 
-    def build(make_group: Function) -> Function:
-        @functools.wraps(make_group)
-        def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-            # A queue takes 24 MiB of shared memory; see cpu/shm_cleanup.py.
-            kwargs["use_message_queue_broadcaster"] = False
-            ordered = [[order[position] for position in group] for group in group_ranks]
-            with internals.NEW_GROUP.replaced(group_in_listed_order):
-                group = make_group(ordered, *args, **kwargs)
-            if group.rank_in_group != dist.get_rank(group.device_group):
-                raise StateError(
-                    f"vLLM's group of ranks {group.ranks} is a process group in another order: "
-                    "rank_order needs groups that new_group made: unset "
-                    "VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or set generate_config.infer_rank_order: "
-                    "sequential",
-                    code="wrong-group-order",
-                )
-            return group
-
-        return make_ordered_group
+    def make_ordered_group(
+        make_group: Function, group_ranks: list[list[int]], *args: Any, **kwargs: Any
+    ) -> Any:
+        # A queue takes 24 MiB of shared memory; see cpu/shm_cleanup.py.
+        kwargs["use_message_queue_broadcaster"] = False
+        ordered = [[order[position] for position in group] for group in group_ranks]
+        with internals.NEW_GROUP.replaced(group_in_listed_order):
+            group = make_group(ordered, *args, **kwargs)
+        if group.rank_in_group != dist.get_rank(group.device_group):
+            raise StateError(
+                f"vLLM's group of ranks {group.ranks} is a process group in another order: "
+                "rank_order needs groups that new_group made: unset "
+                "VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or set generate_config.infer_rank_order: "
+                "sequential",
+                code="wrong-group-order",
+            )
+        return group
 
     with (
         rank_in_instance(settings, job.rank),
         _in_environment(**device),
-        internals.MAKE_GROUP.replaced(build),
+        internals.MAKE_GROUP.replaced(around(make_ordered_group)),
         internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers),
     ):
         yield

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
@@ -20,6 +20,19 @@ logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 """Function or method with any arguments, as those that are replaced have."""
+
+
+def around(call: Function) -> Callable[[Function], Function]:
+    """Return a `build` whose replacement calls `call(original, *args, **kwargs)`."""
+
+    def build(original: Function) -> Function:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replacement
+
+    return build
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.backends.vllm.private_names import Function
+from hybrid_engine.backends.vllm.private_names import Function, around
 
 _CPUWorker: Any = internals.CPU_WORKER
 
@@ -46,23 +45,19 @@ class _SpareGenerator(torch.Generator):
         return self
 
 
-def corrected(sample_tokens: Function) -> Function:
-    """Wrap the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
-
-    @wraps(sample_tokens)
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runner = self.model_runner
-        batch = runner.input_batch
-        dropped = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
-        generators = {row: batch.generators[row] for row in dropped if row in batch.generators}
-        batch.generators.update({row: _SpareGenerator() for row in generators})
-        try:
-            with internals.EXPAND.replaced(lambda _: _by_token):
-                return sample_tokens(self, *args, **kwargs)
-        finally:
-            batch.generators.update(generators)
-
-    return sample
+@around
+def corrected(sample_tokens: Function, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the method `sample_tokens` of a CPU worker, whose model runner is vLLM's first."""
+    runner = worker.model_runner
+    batch = runner.input_batch
+    dropped = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    generators = {row: batch.generators[row] for row in dropped if row in batch.generators}
+    batch.generators.update({row: _SpareGenerator() for row in generators})
+    try:
+        with internals.EXPAND.replaced(lambda _: _by_token):
+            return sample_tokens(worker, *args, **kwargs)
+    finally:
+        batch.generators.update(generators)
 
 
 def _by_token(
@@ -188,20 +183,21 @@ class IsolatedCPUWorker(_CPUWorker):
             torch.set_num_threads = set_num_threads
 
 
-def _on_rows(rotate: Function) -> Function:
-    """Return a rotary embedding's method that passes queries and keys as one row per token."""
-
-    def forward(
-        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> Any:
-        rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
-        rotated = rotate(self, positions, *rows)
-        return tuple(
-            None if tensor is None else out.view(tensor.shape)
-            for out, tensor in zip(rotated, (query, key), strict=True)
-        )
-
-    return forward
+@around
+def _on_rows(
+    rotate: Function,
+    embedding: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None = None,
+) -> Any:
+    """Call a rotary embedding's method with queries and keys as one row per token."""
+    rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
+    rotated = rotate(embedding, positions, *rows)
+    return tuple(
+        None if tensor is None else out.view(tensor.shape)
+        for out, tensor in zip(rotated, (query, key), strict=True)
+    )
 
 
 def correct_workers() -> None:

@@ -21,9 +21,8 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.memory import MIB
 from hybrid_engine.ranks.agreement import Agreement
@@ -61,19 +61,15 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
     tokens = agreement.gather(secrets.token_hex(8), str, "naming vLLM's shared memory")
     os.environ[ENGINE_TOKEN] = tokens[0]
 
-    def build(share: Callable[[Any], int]) -> Callable[[Any], int]:
-        @wraps(share)
-        def share_unnamed(self: Any) -> int:
-            try:
-                return share(self)  # ends with a barrier of the group: all have mapped it
-            finally:
-                for path in _SHM.glob(f"*{glob.escape(self.group_name)}*"):
-                    path.unlink(missing_ok=True)
-
-        return share_unnamed
+    def share_unnamed(share: Function, communicator: Any) -> Any:
+        try:
+            return share(communicator)  # ends with a barrier of the group: all have mapped it
+        finally:
+            for path in _SHM.glob(f"*{glob.escape(communicator.group_name)}*"):
+                path.unlink(missing_ok=True)
 
     try:
-        with internals.SHARE_MEMORY.replaced(build):
+        with internals.SHARE_MEMORY.replaced(around(share_unnamed)):
             yield
     finally:
         del os.environ[ENGINE_TOKEN]

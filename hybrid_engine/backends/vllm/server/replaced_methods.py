@@ -13,14 +13,14 @@ update to the engine, if that is this package's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.errors import StateError
 
 _patches = ExitStack()
@@ -32,16 +32,13 @@ def unname_queues() -> None:
     _patches.enter_context(internals.AWAIT_READERS.replaced(_unnamed))
 
 
-def _unnamed(await_readers: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(await_readers)
-    def wait_until_ready(self: Any) -> None:
-        await_readers(self)
-        for buffer in (self.buffer, getattr(self, "tensor_arena", None)):
-            if buffer is not None and buffer.is_creator:
-                buffer.shared_memory.unlink()
-                buffer.is_creator = False  # or vLLM would unlink it again at the end
-
-    return wait_until_ready
+@around
+def _unnamed(await_readers: Function, queue: Any) -> None:
+    await_readers(queue)
+    for buffer in (queue.buffer, getattr(queue, "tensor_arena", None)):
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False  # or vLLM would unlink it again at the end
 
 
 def start_weight_update(worker: Any, **_: Any) -> None:
@@ -75,21 +72,13 @@ def finish_weight_update(worker: Any) -> None:
 
 def correct_workers() -> None:
     """Make this process's workers leave updates to this package's transfer engine."""
-    methods: tuple[Callable[..., None], ...] = (
-        start_weight_update,
-        update_weights,
-        finish_weight_update,
-    )
+    methods: tuple[Function, ...] = (start_weight_update, update_weights, finish_weight_update)
     for record, method in zip(internals.UPDATES_OF_WORKERS, methods, strict=True):
-        _patches.enter_context(record.replaced(partial(_chosen, method)))
+        _patches.enter_context(record.replaced(around(partial(_chosen, method))))
 
 
-def _chosen(ours: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
+def _chosen(ours: Function, original: Function, worker: Any, *args: Any, **kwargs: Any) -> None:
     from hybrid_engine.backends.vllm.server.receiver import HybridEngineReceiver
 
-    @wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_ours = isinstance(self.weight_transfer_engine, HybridEngineReceiver)
-        (ours if is_ours else original)(self, *args, **kwargs)
-
-    return call
+    is_ours = isinstance(worker.weight_transfer_engine, HybridEngineReceiver)
+    (ours if is_ours else original)(worker, *args, **kwargs)

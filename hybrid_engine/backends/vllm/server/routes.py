@@ -12,11 +12,10 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.private_names import Function
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.serving.invitation import JOB, PROOF_HEADER, TOKEN, VERSION, proof_of_request
 
 _OPEN_TO_GET = frozenset(
@@ -79,31 +78,25 @@ def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"hybrid_engine": drawn}
 
 
-def _labelled(answer: Function) -> Function:
-    @wraps(answer)
-    def request_output_to_completion_response(
-        self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        response = answer(self, final_res_batch, request, *args, **kwargs)
-        outputs = [output for result in final_res_batch for output in result.outputs]
-        for choice, output in zip(response.choices, outputs, strict=True):
-            for name, value in drawn_with(output, request.vllm_xargs).items():
-                setattr(choice, name, value)
-        return response
-
-    return request_output_to_completion_response
+@around
+def _labelled(
+    answer: Function, serving: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    response = answer(serving, final_res_batch, request, *args, **kwargs)
+    outputs = [output for result in final_res_batch for output in result.outputs]
+    for choice, output in zip(response.choices, outputs, strict=True):
+        for name, value in drawn_with(output, request.vllm_xargs).items():
+            setattr(choice, name, value)
+    return response
 
 
-def _guarded(build: Function) -> Function:
-    @wraps(build)
-    def build_app(*args: Any, **kwargs: Any) -> Any:
-        app = build(*args, **kwargs)
-        # vLLM may have built the middleware stack already, which takes no further middleware then.
-        stack = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = RouteGuard(stack)
-        return app
-
-    return build_app
+@around
+def _guarded(build: Function, *args: Any, **kwargs: Any) -> Any:
+    app = build(*args, **kwargs)
+    # vLLM may have built the middleware stack already, which takes no further middleware then.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = RouteGuard(stack)
+    return app
 
 
 class RouteGuard:

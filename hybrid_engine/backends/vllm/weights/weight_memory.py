@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.backends.vllm.weights.cache_blocks import CacheBlocks
 from hybrid_engine.backends.vllm.weights.tracing import WeightStorage
 from hybrid_engine.errors import StateError
@@ -298,24 +298,20 @@ def _reserved(memories: Iterable[Chunks]) -> int:
     return sum(memory.reserved_nbytes for memory in memories)
 
 
-def without_what_stays(load_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Worker.load_model`: state that outlives the engine is outside vLLM's memory pool.
+@around
+def without_what_stays(load_model: Function, worker: Any, *arguments: Any, **named: Any) -> Any:
+    """Call `Worker.load_model`: state that outlives the engine is outside vLLM's memory pool.
 
     torch allocates its matrix-product workspaces, for the stream that vLLM has selected, before
     loading; in the pool they would keep its memory from the next engine. Tensors of modules that
     vLLM imports move out afterwards, also if loading fails.
     """
-
-    @functools.wraps(load_model)
-    def load(worker: Any, *arguments: Any, **named: Any) -> Any:
-        make_workspaces(worker.device)
-        modules = set(sys.modules)
-        try:
-            return load_model(worker, *arguments, **named)
-        finally:
-            move_module_tensors_out(set(sys.modules) - modules)
-
-    return load
+    make_workspaces(worker.device)
+    modules = set(sys.modules)
+    try:
+        return load_model(worker, *arguments, **named)
+    finally:
+        move_module_tensors_out(set(sys.modules) - modules)
 
 
 def move_module_tensors_out(names: Iterable[str]) -> None:
@@ -438,32 +434,26 @@ def shared_segments() -> Iterator[None]:
     """Make vLLM's allocator, in this context, note what it would do to memory that is shared."""
     allocator = internals.CUMEM_ALLOCATOR.get_instance()
 
-    def waking(create_and_map: OnMemory) -> OnMemory:
-        def wake(handle: Handle) -> None:
-            shared = _shared.get(handle[2])
-            if shared is None:
-                create_and_map(handle)
-            else:
-                shared.wake()
+    def wake(create_and_map: OnMemory, handle: Handle) -> None:
+        shared = _shared.get(handle[2])
+        if shared is None:
+            create_and_map(handle)
+        else:
+            shared.wake()
 
-        return wake
-
-    def sleeping(unmap_and_release: OnMemory) -> OnMemory:
-        def sleep(handle: Handle) -> None:
-            shared = _shared.get(handle[2])
-            if shared is not None and handle[2] in allocator.pointer_to_data:
-                shared.sleep()
-                return
-            # vLLM frees a segment that it has forgotten.
-            if shared is not None:
-                _shared.pop(handle[2]).forget()
-            unmap_and_release(handle)
-
-        return sleep
+    def sleep(unmap_and_release: OnMemory, handle: Handle) -> None:
+        shared = _shared.get(handle[2])
+        if shared is not None and handle[2] in allocator.pointer_to_data:
+            shared.sleep()
+            return
+        # vLLM frees a segment that it has forgotten.
+        if shared is not None:
+            _shared.pop(handle[2]).forget()
+        unmap_and_release(handle)
 
     with (
-        internals.CREATE_AND_MAP.replaced(waking),
-        internals.UNMAP_AND_RELEASE.replaced(sleeping),
+        internals.CREATE_AND_MAP.replaced(around(wake)),
+        internals.UNMAP_AND_RELEASE.replaced(around(sleep)),
     ):
         yield
 
