@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(ScriptEngine):
-    """vLLM servers beside Megatron's live model, in its RL loop; an `rl_interface.Rollouts`."""
+    """vLLM servers beside Megatron's live model, in its RL loop."""
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
         """Prepare the model as `ScriptEngine` does, and hide the padding of its vocabulary.

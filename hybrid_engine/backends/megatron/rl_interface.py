@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -40,53 +40,21 @@ MEETING_INTERVAL = 2.0
 """Interval between two meetings of all ranks, in seconds, while agents run on the first rank."""
 
 
-class Rollouts(Protocol):
-    """Engine that generates completions for agents.
+class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
+    """Replacement of `MegatronLocal`, with the same order of calls.
 
-    All methods except `complete` are collective.
+    Its completions come from a `megatron_script.rl_engine.RolloutEngine`, which is of a higher
+    floor. All calls of that but `complete` are collective.
     """
 
-    @property
-    def is_first(self) -> bool:
-        """True on the rank that runs the agents."""
-
-    @property
-    def most_requests(self) -> int:
-        """Maximum number of concurrent requests."""
-
-    def publish(self) -> None:
-        """Send the current weights to the servers."""
-
-    def meet(self, *, is_done: bool) -> bool:
-        """Return `is_done` of the first rank; limited by the timeout of the job."""
-
-    def withdraw(self) -> None:
-        """Bring training state back."""
-
-    def complete(self, prompt: list[int], **sampling: Any) -> Any:
-        """Generate a completion of `prompt`, a list of token ids. Blocks; callable from any thread.
-
-        `sampling`: values of a `Sampling`.
-
-        Returns an object with `token_ids`, including the end token if it was generated, `logprobs`
-        of each token, and `finish_reason`, "stop" or "length".
-        """
-
-    def end(self) -> None:
-        """Release the resources of rollouts."""
-
-
-class ServedRollouts(InferenceServer, ReturnsTokens, ReturnsRaw):
-    """Replacement of `MegatronLocal`, with the same order of calls."""
-
-    _rollouts: Rollouts = PrivateAttr()
+    _rollouts: Any = PrivateAttr()
     _requests: asyncio.Semaphore = PrivateAttr()
     _meetings: asyncio.Task[None] | None = PrivateAttr(None)
     _is_generating: bool = PrivateAttr(False)
     _epoch: int = PrivateAttr(0)
 
     @classmethod
-    async def launch(cls, rollouts: Rollouts) -> ServedRollouts:
+    async def launch(cls, rollouts: Any) -> ServedRollouts:
         """Return the server, once per process."""
         server = cls()
         server._rollouts = rollouts
