@@ -167,30 +167,30 @@ def process_groups() -> list[torch.distributed.ProcessGroup]:
     return list(parallel_state._global_process_group_list or ())
 
 
-def memory_buffer() -> dict[tuple[str, torch.dtype], torch.Tensor]:
-    """Return Megatron's scratch memory for gathered activations and scores, by name and dtype.
+def shared_caches() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]]:
+    """Yield (name, tensor, function to empty the cache) of caches for all models of the process.
 
-    The dict is Megatron's own, so clearing it frees the memory. It is a new empty one if unused.
+    They are scratch memory for gathered activations and scores, and rotary embeddings by sequence
+    length.
     """
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        return {}
-    return parallel_state.get_global_memory_buffer().buffer
-
-
-def cached_embeddings() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]]:
-    """Yield (name, tensor, function to empty its cache) of rotary embeddings by sequence length."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
+        scratch = parallel_state.get_global_memory_buffer().buffer
+        for (name, dtype), tensor in scratch.items():
+            name_of_dtype = str(dtype).removeprefix("torch.")
+            yield f"megatron-core's memory buffer {name}, {name_of_dtype}", tensor, scratch.clear
     for owner in (RotaryEmbedding, YarnRotaryEmbedding):
         cache: Any = owner.forward  # an lru_cache object
-        if cache.cache_info().currsize:
-            for number, tensor in enumerate(_results_in(cache)):
-                yield f"{owner.__name__}'s cache {number}", tensor, cache.cache_clear
-
-
-def _results_in(cache: object) -> Iterator[torch.Tensor]:
-    # An lru_cache cannot list its results, but the garbage collector lists its references.
-    for referent in gc.get_referents(cache):
-        results = referent if isinstance(referent, tuple) else (referent,)
-        yield from (result for result in results if isinstance(result, torch.Tensor))
+        if not cache.cache_info().currsize:
+            continue
+        # An lru_cache cannot list its results, but the garbage collector lists its references.
+        referents = [
+            result
+            for referent in gc.get_referents(cache)
+            for result in (referent if isinstance(referent, tuple) else (referent,))
+            if isinstance(result, torch.Tensor)
+        ]
+        for number, tensor in enumerate(referents):
+            yield f"{owner.__name__}'s cache {number}", tensor, cache.cache_clear
 
 
 def holders_of_routing(layer: MoELayer) -> list[object]:

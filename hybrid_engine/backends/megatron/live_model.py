@@ -46,11 +46,7 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.computed_sources import ModelTrainer
 from hybrid_engine.backends.megatron import adapted_weights, forward_probe, internals
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.internals import (
-    cached_embeddings,
-    holders_of_routing,
-    memory_buffer,
-)
+from hybrid_engine.backends.megatron.internals import holders_of_routing, shared_caches
 from hybrid_engine.backends.megatron.live_attention import live_attention
 from hybrid_engine.backends.megatron.model_tensors import (
     ModelTensors,
@@ -172,7 +168,10 @@ class LiveModel(ModelTrainer):
         items = [
             *self.weights.offload_items(),
             *backward_items(self.weights.model.quantised_weights),
-            *_shared_caches(),
+            *(
+                OffloadItem(owner, "param", tensor, "rebuild", forget)
+                for owner, tensor, forget in shared_caches()
+            ),
             *_left_by_forward(self._moe_layers),
             *self._gradients,
         ]
@@ -270,20 +269,6 @@ def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
             yield OffloadItem(owner, "grad", outside.tensor, "drop")
         else:
             yield OffloadItem(owner, "optimizer", outside.tensor)
-
-
-def _shared_caches() -> Iterator[OffloadItem]:
-    """Yield megatron-core's caches for all models of the process.
-
-    They are scratch memory for gathered activations and scores, and rotary embeddings by sequence
-    length.
-    """
-    scratch = memory_buffer()
-    for (name, _), tensor in scratch.items():
-        owner = f"megatron-core's memory buffer {name}, {dtype_name(tensor)}"
-        yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
-    for owner, tensor, forget in cached_embeddings():
-        yield OffloadItem(owner, "param", tensor, "rebuild", forget)
 
 
 # -- description of the model ----------------------------------------------------------------------
