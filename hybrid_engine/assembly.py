@@ -460,9 +460,9 @@ def settings_of(source: Any, owner: ExitStack) -> tuple[HybridConfig, torch.nn.M
     model = settings.get("model")
     if not isinstance(model, torch.nn.Module):
         return load_config(source), None
-    from hybrid_engine.backends.fsdp.model_checks import require_trainable
+    from hybrid_engine.backends.fsdp.model_checks import untrainable
 
-    require_trainable(model)
+    require_none(untrainable(model))
     config, _ = _checked_config(model, settings, None, owner)
     return config, model
 

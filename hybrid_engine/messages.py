@@ -72,9 +72,7 @@ def decode(data: bytes | memoryview, kind: Any, limit: int = LIMIT) -> Any:
         raise MessageError(f"not a message of {kind}: {error}", code="malformed-message") from None
 
 
-@cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def require_size(nbytes: int, limit: int = LIMIT) -> None:

@@ -24,10 +24,10 @@ Replaced methods of TRL; the tests compare their names with the installed versio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from typing import Any
 
 from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -131,7 +131,7 @@ class _ColocatedLlm:
         return self.engine
 
 
-class WeightTransfer:
+class WeightTransfer(AbstractContextManager["WeightTransfer"]):
     """The `weight_transfer` of an AsyncGRPOTrainer; its server has `--load-format hybrid_engine`.
 
     A context manager. At its end the server is not touched: it stays paused, or keeps its present
@@ -173,9 +173,6 @@ class WeightTransfer:
         }
         self._trainer = trainer
         trainer._streaming_iter = self._publish
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,

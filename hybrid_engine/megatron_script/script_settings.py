@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -171,7 +171,16 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         violations += rl_refusals(args, options, known_content, limit)
     table = _read_table(known_content, options)
     transformer_config = script.transformer_config()
-    violations += _core_violations(args, transformer_config)
+    # One flag can set fields of several configurations. Report it once.
+    violations += dict.fromkeys(
+        Violation(
+            _flag(refusal.field),
+            refusal.problem,
+            f"{refusal.remedy}, or leave out --enable-resharding",
+            code="refused-megatron-setting",
+        )
+        for refusal in argument_refusals(args, transformer_config)
+    )
     if config is not None and prompts:
         # A layout that can receive weights may be unable to complete prompts.
         sizes = config.generate_config.sizes(args.world_size)
@@ -206,20 +215,6 @@ def actor_values(args: Namespace) -> dict[str, Any]:
         values["virtual_pipeline_model_parallel_size"] = None
     values["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
     return values
-
-
-def _core_violations(args: Namespace, transformer_config: Any) -> Iterable[Violation]:
-    """Return settings of megatron-core's configuration that do not go with a switch."""
-    # One flag can set fields of several configurations. Report it once.
-    return dict.fromkeys(
-        Violation(
-            _flag(refusal.field),
-            refusal.problem,
-            f"{refusal.remedy}, or leave out --enable-resharding",
-            code="refused-megatron-setting",
-        )
-        for refusal in argument_refusals(args, transformer_config)
-    )
 
 
 def _flag(name: str) -> str:

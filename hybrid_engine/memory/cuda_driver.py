@@ -47,6 +47,8 @@ class CudaDriver:
         self._ordinal = device.index or 0
         properties = api.CUmemAllocationProp()
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        handle_types = self._api.CUmemAllocationHandleType
+        self._descriptor_type = handle_types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         properties.requestedHandleTypes = self._descriptor_type
         self._locate(properties.location)
         if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
@@ -115,8 +117,9 @@ class CudaDriver:
         self._map_alone(address, nbytes, self.retain(other))
 
     def import_at(self, address: int, nbytes: int, descriptor: int) -> None:
-        """Map memory that another process exported."""
-        self._map_alone(address, nbytes, self.import_descriptor(descriptor))
+        """Map memory that another process exported; the descriptor is not kept."""
+        handle = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
+        self._map_alone(address, nbytes, handle)
 
     def _map_alone(self, address: int, nbytes: int, handle: Any) -> None:
         """Map memory, and release its handle: the mapping alone keeps the memory."""
@@ -146,10 +149,6 @@ class CudaDriver:
         finally:
             self.release(handle)
 
-    def import_descriptor(self, descriptor: int) -> Any:
-        """Return a handle of memory that another process exported; the descriptor is not kept."""
-        return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
-
     def finish_stream(self) -> None:
         """Wait for the work queued on the current stream; messages stay in flight."""
         if self.device.type == "cuda":
@@ -170,10 +169,6 @@ class CudaDriver:
             if not self._attribute(name):
                 return f"device {self._ordinal} has no CU_DEVICE_ATTRIBUTE_{name}"
         return None
-
-    @property
-    def _descriptor_type(self) -> Any:
-        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _locate(self, location: Any) -> None:
         location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -309,7 +309,10 @@ class Chunks(_ChunkedRange):
 
     def _free(self, index: int) -> None:
         # First, so that a peer that fetches the descriptor later gets an error.
-        self._withdraw(index)
+        self._table[index] = AWAY
+        # While a descriptor is being sent, dropping it here would not close it.
+        with sending:
+            self._descriptors.pop(index, None)
         self.driver.unmap(*self._place(index))
 
     def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
@@ -364,12 +367,6 @@ class Chunks(_ChunkedRange):
         # Last: a peer may fetch the descriptor as soon as it reads the number.
         self._table[index] = self._next_serial | shared
         self._next_serial += 1
-
-    def _withdraw(self, index: int) -> None:
-        self._table[index] = AWAY
-        # While a descriptor is being sent, dropping it here would not close it.
-        with sending:
-            self._descriptors.pop(index, None)
 
 
 _all_chunks: weakref.WeakSet[Chunks] = weakref.WeakSet()

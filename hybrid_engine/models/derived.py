@@ -110,30 +110,23 @@ def meta_model(config: Any, architecture: str, **options: Any) -> Any:
     Raises UnknownModelError if transformers has no such class.
     """
     import torch
-
-    with torch.device("meta"):
-        model = _required_class(architecture)._from_config(config, **options)
-    model._weight_conversions = _conversions_of(model)
-    return model
-
-
-def _conversions_of(model: Any) -> Any:
-    """Return the conversions from a published checkpoint to a model; None if there are none.
-
-    A model that was not loaded has none of its own. transformers then leaves out all changes of
-    prefixes, because either name may be loaded. In a part of a model, published checkpoints have
-    the prefix, as "vision_model." in a vision tower, and vLLM reads no other name.
-    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
+    with torch.device("meta"):
+        model = _required_class(architecture)._from_config(config, **options)
+    # A model that was not loaded has no conversions of its own from a published checkpoint.
+    # transformers leaves out all changes of prefixes, because either name may be loaded. In a part
+    # of a model, published checkpoints have the prefix, as "vision_model." in a vision tower, and
+    # vLLM reads no other name.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     kept = [
         conversion
         for conversion in conversions
         if conversion.scope_prefix or not isinstance(conversion, PrefixChange)
     ]
-    return kept or None
+    model._weight_conversions = kept or None
+    return model
 
 
 def meta_copy_of(model: Any) -> Any:

@@ -245,11 +245,6 @@ class LoopConfig(Section):
         return f"{self.name}.{name}"
 
     @property
-    def completions_per_step(self) -> int:
-        """Number of completions of a step, B."""
-        return self.prompts_per_step * self.samples_per_prompt
-
-    @property
     def clips_to_sampler(self) -> bool:
         """True if ratios are to the probabilities with which tokens were drawn, in vLLM.
 

@@ -424,6 +424,9 @@ def _violations(
     max_tokens_per_turn: int | None,
     chat: Mapping[str, Any],
 ) -> Violations:
+    from hybrid_engine.backends.vllm.images import has_images
+    from hybrid_engine.backends.vllm.prompts import form_of
+
     for name in _SINGLE_ANSWER_ARGUMENTS:
         if name in chat:
             problem = "not available here: every turn begins with an answer of the model"
@@ -433,8 +436,8 @@ def _violations(
         yield Violation("prompts", problem, "Pass a list of prompts", code="not-a-list")
         prompts = ()
     # Later turns begin with token ids, which have no images.
-    for index, prompt in enumerate(prompts):
-        if _has_images(prompt):
+    for index, prompt in enumerate(map(prompt_of, prompts)):
+        if form_of(prompt) == "a chat" and has_images(prompt):
             problem = "has images, and conversations are text alone"
             remedy = "Leave the environment out"
             yield Violation(f"prompts[{index}]", problem, remedy, code="images-unsupported")
@@ -448,11 +451,3 @@ def _violations(
                 "Pass Sampling or vllm.SamplingParams with max_tokens, the conversation's bound"
             )
             yield Violation("sampling", problem, remedy, code="unbounded-sampling")
-
-
-def _has_images(element: Any) -> bool:
-    from hybrid_engine.backends.vllm.images import has_images
-    from hybrid_engine.backends.vllm.prompts import form_of
-
-    prompt = prompt_of(element)
-    return form_of(prompt) == "a chat" and has_images(prompt)

@@ -478,7 +478,7 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Viola
     critic = limits.engines.critic_config
     if isinstance(config, PpoConfig) and critic is not None and critic.micro_batch_size is not None:
         sizes["critic_config.micro_batch_size"] = critic.micro_batch_size
-    count = config.completions_per_step
+    count = config.prompts_per_step * config.samples_per_prompt
     for name, size in sizes.items():
         # Packing adds rows of padding.
         # 2 minibatches, micro batches of 4 on 8 data parallel ranks: a multiple of 64.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -154,16 +154,13 @@ def run_started(
         return Ended(status, lines.rest())
 
 
-class _Lines:
+class _Lines(AbstractContextManager["_Lines"]):
     """Reader of lines from several pipes."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._pipes: list[IO[bytes]] = []
         self._whole = bytearray()
-
-    def __enter__(self) -> _Lines:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()

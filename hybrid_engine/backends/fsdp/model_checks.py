@@ -31,7 +31,6 @@ from hybrid_engine.errors import (
     Violation,
     Violations,
     clipped,
-    require_none,
 )
 from hybrid_engine.models.derived import meta_copy_of
 from hybrid_engine.ranks.torch_internals import Tensors
@@ -76,15 +75,11 @@ def require_drivable(model: torch.nn.Module, num_ranks: int) -> None:
                 code="not-on-all-ranks",
             )
         return
-    _refuse("the model cannot be sharded", _problems_of_whole(model))
+    require_whole(model, "sharded")
 
 
-def require_trainable(model: torch.nn.Module) -> None:
-    """Raise ConfigError with every reason why this package's trainer cannot train a model."""
-    require_none(_untrainable(model))
-
-
-def _untrainable(model: torch.nn.Module) -> Violations:
+def untrainable(model: torch.nn.Module) -> Violations:
+    """Yield every reason why this package's trainer cannot train a model."""
     named = dict(model.named_parameters())
     trained = [name for name in named if named[name].requires_grad]
     coarse = [name for name in trained if named[name].dtype is not torch.float32]
@@ -178,9 +173,16 @@ def require_sharded(model: torch.nn.Module) -> None:
     _refuse("the sharded model cannot be read", problems)
 
 
-def require_whole(model: torch.nn.Module) -> None:
-    """Raise ModelError listing every reason why a model that is not sharded cannot be read."""
-    _refuse("the model cannot be read", _problems_of_whole(model))
+def require_whole(model: torch.nn.Module, use: str = "read") -> None:
+    """Raise ModelError listing every reason why a model that is not sharded cannot be used."""
+    problems = list(_common_problems(model))
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        problems.append(
+            f"{len(on_meta)} parameters are on the meta device, first {on_meta[0]}; shard the "
+            "model yourself, then call to_empty and load the weights"
+        )
+    _refuse(f"the model cannot be {use}", problems)
 
 
 def _refuse(heading: str, problems: list[str]) -> None:
@@ -203,17 +205,6 @@ def _common_problems(model: torch.nn.Module) -> Iterator[str]:
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             dtype = dtype_name(parameter)
             yield f"{name}: stored as {dtype}; load the model without quantization"
-
-
-def _problems_of_whole(model: torch.nn.Module) -> list[str]:
-    problems = list(_common_problems(model))
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
-        problems.append(
-            f"{len(on_meta)} parameters are on the meta device, first {on_meta[0]}; shard the "
-            "model yourself, then call to_empty and load the weights"
-        )
-    return problems
 
 
 def _sharding_problem(parameter: torch.nn.Parameter) -> str | None:

@@ -129,7 +129,11 @@ def save_hf_checkpoint(
     with job.agreement.phase("planning the checkpoint"):
         tensors = _tensors_to_store(source.holdings.dtypes, table, stored_dtype)
         stored = plan_files(tensors, file_nbytes)
-        ranks = writers(stored, job.world_size)
+        ranks = {
+            name: index % job.world_size
+            for index, names in enumerate(by_file(stored).values())
+            for name in names
+        }
         transfers = transfers_to_writers(source, stored, ranks, table.copies, job)
         buffers = weights.buffers()
         # Checked in the stored dtype, in which a large value may become infinite.
@@ -309,14 +313,6 @@ def by_file(stored: StoredTensors) -> dict[str, list[str]]:
     for name, tensor in stored.items():
         files.setdefault(tensor.file, []).append(name)
     return files
-
-
-def writers(stored: StoredTensors, num_ranks: int) -> dict[str, int]:
-    """Return tensor -> rank that writes it."""
-    ranks = {}
-    for index, names in enumerate(by_file(stored).values()):
-        ranks.update(dict.fromkeys(names, index % num_ranks))
-    return ranks
 
 
 def write_files(

@@ -151,8 +151,12 @@ class _Matrix(torch.nn.Module):
         super().__init__()
         self.split_dim = split_dim
         shape = [rows, columns]
-        part, num_parts = (0, 1) if split_dim is None else _place_in(layer.tp_group)
+        group = layer.tp_group
+        part = 0
+        num_parts = 1
         if split_dim is not None:
+            part = group.rank()
+            num_parts = group.size()
             # The layer's weight is this rank's part, so this restores the whole length.
             shape[split_dim] *= num_parts
         whole = torch.zeros(shape)
@@ -169,12 +173,7 @@ class _Matrix(torch.nn.Module):
         if layer.is_expert:
             # A replicated matrix counts on the first rank only, or the norm would include it
             # several times.
-            mark_of_expert(self.weight, like, counted=is_split or _place_in(layer.tp_group)[0] == 0)
+            mark_of_expert(self.weight, like, counted=is_split or group.rank() == 0)
         set_tensor_model_parallel_attributes(
             self.weight, is_split or layer.is_expert, split_dim or 0, 1
         )
-
-
-def _place_in(group: torch.distributed.ProcessGroup) -> tuple[int, int]:
-    """Return (index, number of parts) of this rank in a group."""
-    return group.rank(), group.size()

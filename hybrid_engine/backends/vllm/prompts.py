@@ -132,7 +132,9 @@ def token_ids_of(
             code="mask-without-tensor",
         )
     listed: list[Any] = list(prompts)
-    form = _form_of_all(listed)
+    forms = [form_of(prompt) for prompt in listed] or ["token ids"]
+    require_none(_faults_of_forms(listed, forms), ArgumentError)
+    form = forms[0]
     if form == "a chat":
         return _encode_chats(listed, tokenizer, rendering_of(chat, tokenizer))
     # An empty list has no form, so chat arguments are fine.
@@ -236,13 +238,6 @@ def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> TokenLists:
     # Padding may be on either side, so rows are indexed, not sliced.
     keep = mask.to(prompts.device).bool()
     return [row[row_keep].tolist() for row, row_keep in zip(prompts, keep, strict=True)]
-
-
-def _form_of_all(prompts: Sequence[Any]) -> str:
-    """Return the form that all prompts have; "token ids" without prompts."""
-    forms = [form_of(prompt) for prompt in prompts] or ["token ids"]
-    require_none(_faults_of_forms(prompts, forms), ArgumentError)
-    return forms[0]
 
 
 def _faults_of_forms(prompts: Sequence[Any], forms: Sequence[str]) -> Violations:

@@ -73,10 +73,8 @@ def installed() -> dict[str, str]:
     return versions
 
 
-@cache
-def _version_of(name: str) -> str:
-    """Return the installed version. Cached: each call would parse all of METADATA."""
-    return metadata.version(name)
+_version_of = cache(metadata.version)
+"""Returns the installed version. Cached: each call would parse all of METADATA."""
 
 
 @cache

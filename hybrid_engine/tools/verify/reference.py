@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import traceback
+from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _SECONDS_TO_END = 10
 
 
-class Reference:
+class Reference(AbstractContextManager["Reference"]):
     """Client of a process that computes log-probabilities with transformers, on the CPU.
 
     The first use starts the process. It ends with the context manager, and also when this process
@@ -35,9 +36,6 @@ class Reference:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-
-    def __enter__(self) -> Reference:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._end()

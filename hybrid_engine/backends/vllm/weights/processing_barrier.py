@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.private_names import Function, around
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, TransportError
 from hybrid_engine.ranks.groups import RankGroup, plain_text
 
@@ -41,16 +42,13 @@ def channels_taken() -> Iterator[set[str]]:
     """Yield a set that receives the channels by which ranks of a vLLM group communicate."""
     taken: set[str] = set()
 
-    def build(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def get(group: Any, name: str) -> Any:
-            # A group of one rank has channels as well; reading one there communicates nothing.
-            if name in internals.GROUP_CHANNELS and original(group, "world_size") > 1:
-                taken.add(name)
-            return original(group, name)
+    def get(original: Function, group: Any, name: str) -> Any:
+        # A group of one rank has channels as well; reading one there communicates nothing.
+        if name in internals.GROUP_CHANNELS and original(group, "world_size") > 1:
+            taken.add(name)
+        return original(group, name)
 
-        return get
-
-    with internals.GROUP_ATTRIBUTE.replaced(build):
+    with internals.GROUP_ATTRIBUTE.replaced(around(get)):
         yield taken
 
 
@@ -62,22 +60,21 @@ class ProcessingBarrier:
     Args:
         rank: global rank of this process.
         group: CPU group of these ranks, used only here.
+
+    Attributes:
+        is_over: True if this rank cannot pass the barrier again before `reset`: a rank has failed,
+            or all ranks have finished.
     """
 
     def __init__(self, rank: int = 0, group: RankGroup | None = None) -> None:
         self._rank = rank
         self._group = group
-        self._is_over = False  # a rank has failed, or all ranks have finished
+        self.is_over = False
         self._is_finished = False  # all ranks have finished
 
     @property
     def is_collective(self) -> bool:
         return self._group is not None
-
-    @property
-    def is_over(self) -> bool:
-        """True if this rank cannot pass the barrier again before `reset`."""
-        return self._is_over
 
     def wait(self, what: str, wish: bool = False) -> bool:
         """Wait until all ranks have reached the step `what`; return whether any has a wish.
@@ -88,7 +85,7 @@ class ProcessingBarrier:
         """
         if self._group is None:
             return wish
-        if self._is_over:
+        if self.is_over:
             raise StateError(
                 f"{what}: the ranks that process weights together have finished or failed; "
                 "release the weights first",
@@ -101,7 +98,7 @@ class ProcessingBarrier:
             maximum, largest = self._post([0, checksum, -checksum, int(wish)])
             self._group.end_maximum(maximum)
         except RuntimeError as error:
-            self._is_over = True
+            self.is_over = True
             raise TransportError(
                 f"{what}: not every rank of the vLLM instance arrived within "
                 f"{self._group.timeout_seconds:g} s ({plain_text(error)}); raise "
@@ -110,10 +107,10 @@ class ProcessingBarrier:
             ) from error
         # Checksums 5 and 7 make maxima of 7 and -5, and 7 differs from 5. Equal ones make 7 and -7.
         failed, highest, lowest, wished = largest.tolist()
-        self._is_over = bool(failed) or highest != -lowest
+        self.is_over = bool(failed) or highest != -lowest
         if failed:
             raise RemoteError(f"rank {failed - 1} failed before {what}", code="peer-failed")
-        if self._is_over:
+        if self.is_over:
             raise ReshardError(
                 f"rank {self._rank} has reached {what}, other ranks of its vLLM instance a "
                 "different step: vLLM processes their weights in different ways. Give all ranks "
@@ -125,14 +122,14 @@ class ProcessingBarrier:
     def finish(self) -> None:
         """Wait until all ranks have finished. Collective. Raises as `wait` does."""
         self.wait("the last group's end")
-        self._is_over = self.is_collective
+        self.is_over = self.is_collective
         self._is_finished = self.is_collective
 
     def abandon(self) -> None:
         """Report a failure of this rank without waiting. Idempotent until `reset`."""
-        if self._group is None or self._is_over:
+        if self._group is None or self.is_over:
             return
-        self._is_over = True
+        self.is_over = True
         try:
             # Ranks count from 1 here, because 0 means that none has failed.
             self._post([self._rank + 1, 0, 0, 0])
@@ -149,7 +146,7 @@ class ProcessingBarrier:
 
     def reset(self) -> None:
         """Start over, once all ranks have left the barrier."""
-        self._is_over = False
+        self.is_over = False
         self._is_finished = False
 
     @contextmanager
