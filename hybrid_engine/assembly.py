@@ -269,9 +269,12 @@ def quantised_table(
             return table
         form = format_in(settings.quantization_config)
         if not isinstance(weights, AdaptorWithSources):
-            problem = f"{form.method}, but a {type(weights).__name__} cannot quantise weights"
-            remedy = f"Set it to {UNQUANTISED}"
-            raise ConfigError.of(_QUANTIZATION, problem, remedy, code="cannot-quantise")
+            raise ConfigError.of(
+                _QUANTIZATION,
+                f"{form.method}, but a {type(weights).__name__} cannot quantise weights",
+                f"Set it to {UNQUANTISED}",
+                code="cannot-quantise",
+            )
     with job.agreement.phase("tracing which layers vLLM quantises"):
         from hybrid_engine.backends.vllm import quantised_at_position
 
@@ -401,8 +404,12 @@ def shard_and_build(
     from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
 
     if not enable_reshard:
-        remedy = "Leave it out: weights reach vLLM only by resharding"
-        raise ConfigError.of("enable_reshard", "False", remedy, code="must-be-enabled")
+        raise ConfigError.of(
+            "enable_reshard",
+            "False",
+            "Leave it out: weights reach vLLM only by resharding",
+            code="must-be-enabled",
+        )
     values = generate_values(rollout_config or {})
     if compress_reshard:
         values["compress_reshard"] = True
@@ -412,9 +419,11 @@ def shard_and_build(
     with job.agreement.building():
         with job.agreement.phase("checking the configuration"):
             if not shard and train_config is not None:
-                problem = "configures sharding, but shard is False"
                 raise ConfigError.of(
-                    "train_config", problem, "Leave one out", code="contradicts-shard"
+                    "train_config",
+                    "configures sharding, but shard is False",
+                    "Leave one out",
+                    code="contradicts-shard",
                 )
             is_whole = not (shard or is_sharded(model))
             if not is_whole:
@@ -559,9 +568,12 @@ def _tokenizer_directory(model: Any, configured: str | None) -> str | None:
     if the configured directory does not exist.
     """
     if configured is not None and not os.path.isdir(configured):
-        problem = f"{configured} is not a directory"
-        remedy = "Name the directory of the tokenizer, or leave it out"
-        raise ConfigError.of("rollout_config.model", problem, remedy, code="not-a-directory")
+        raise ConfigError.of(
+            "rollout_config.model",
+            f"{configured} is not a directory",
+            "Name the directory of the tokenizer, or leave it out",
+            code="not-a-directory",
+        )
     name = configured or model.config.name_or_path
     if name and os.path.isdir(name):
         return str(name)

@@ -265,8 +265,16 @@ def check_path(path: Path) -> None:
 
 
 def _unwritable(path: Path, problem: object) -> ConfigError:
-    remedy = "Name a file in a directory that can be written"
-    return ConfigError([Violation(CONFIG_KEY, f"{path}: {problem}", remedy, code="not-writable")])
+    return ConfigError(
+        [
+            Violation(
+                CONFIG_KEY,
+                f"{path}: {problem}",
+                "Name a file in a directory that can be written",
+                code="not-writable",
+            )
+        ]
+    )
 
 
 def _opened(path: Path, job: Job) -> TraceFile:

@@ -374,9 +374,12 @@ def _unknown_fields(section: str, config: Any) -> Iterator[FieldRefusal]:
         value = getattr(config, field.name, default)
         if field.name not in KNOWN_FIELDS[section] and value != default:
             shown = textwrap.shorten(str(value), 80)
-            problem = f"{shown}: the field is newer than the supported versions of megatron-core"
-            remedy = f"Leave it at {default}, or install {' or '.join(CORE_VERSIONS)}"
-            yield FieldRefusal(section, field.name, problem, remedy)
+            yield FieldRefusal(
+                section,
+                field.name,
+                f"{shown}: the field is newer than the supported versions of megatron-core",
+                f"Leave it at {default}, or install {' or '.join(CORE_VERSIONS)}",
+            )
 
 
 def _optimizers(optimizer: Any) -> Iterator[Any]:

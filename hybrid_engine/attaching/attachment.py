@@ -147,13 +147,20 @@ def live_config(
 def _contradictions(actor_keys: Mapping[str, Any], live: Mapping[str, Any]) -> Violations:
     for key in _BUILT_HERE:
         if actor_keys.get(key) is not None:
-            problem = "is for models that are built here"
-            yield Violation(f"actor_config.{key}", problem, "Leave it out", code="not-for-attach")
+            yield Violation(
+                f"actor_config.{key}",
+                "is for models that are built here",
+                "Leave it out",
+                code="not-for-attach",
+            )
     for key, actual in live.items():
         if key in actor_keys and actor_keys[key] != actual:
-            problem = f"{shortened(actor_keys[key])}, but Megatron's model has {shortened(actual)}"
-            remedy = "Leave it out, or make them agree"
-            yield Violation(f"actor_config.{key}", problem, remedy, code="differs-from-model")
+            yield Violation(
+                f"actor_config.{key}",
+                f"{shortened(actor_keys[key])}, but Megatron's model has {shortened(actual)}",
+                "Leave it out, or make them agree",
+                code="differs-from-model",
+            )
 
 
 def model_findings(table: ModelTable, chunks: Modules, source: str) -> list[Violation]:

@@ -111,11 +111,12 @@ class SettingNames:
         if has_flag:
             return _mismatch(key, actual, expected, source)
         violation = _mismatch(LIVE.setting(field), actual, expected, source)
-        remedy = (
-            "No flag of this Megatron sets it: change config.json, "
-            "or train through ActorHybridWorker"
+        return replace(
+            violation,
+            remedy="No flag of this Megatron sets it: change config.json, "
+            "or train through ActorHybridWorker",
+            code="no-flag",
         )
-        return replace(violation, remedy=remedy, code="no-flag")
 
 
 FLAGS = SettingNames(lambda name: _FLAGS.get(name, _flag(name)), _flag)
@@ -170,9 +171,14 @@ def vocabulary_mismatches(
     if padded >= expected:
         return []
     key = names.argument("vocab_size")
-    problem = f"{padded} rows after padding, the Hugging Face config has {expected}"
-    remedy = f"Use the model's tokenizer, or raise {key}, or pad it to a larger multiple"
-    return [Violation(key, problem, remedy, code="vocabulary-too-small")]
+    return [
+        Violation(
+            key,
+            f"{padded} rows after padding, the Hugging Face config has {expected}",
+            f"Use the model's tokenizer, or raise {key}, or pad it to a larger multiple",
+            code="vocabulary-too-small",
+        )
+    ]
 
 
 def _sizes(table: ModelTable, config: Any, names: SettingNames, source: str) -> Violations:
@@ -438,13 +444,20 @@ def _beyond_megatron(table: ModelTable) -> Violations:
 
 
 def _beyond(computation: str) -> Violation:
-    problem = f"{computation}: Megatron's GPT model does not compute this, vLLM does"
-    remedy = "Choose another model, or train it through ActorHybridWorker"
-    return Violation(BEYOND_MEGATRON, problem, remedy, code="beyond-megatron")
+    return Violation(
+        BEYOND_MEGATRON,
+        f"{computation}: Megatron's GPT model does not compute this, vLLM does",
+        "Choose another model, or train it through ActorHybridWorker",
+        code="beyond-megatron",
+    )
 
 
 def _mismatch(
     key: str, actual: Any, expected: Any, source: str = "the Hugging Face config"
 ) -> Violation:
-    problem = f"Megatron has {actual}, {source} asks for {expected}"
-    return Violation(key, problem, "Make them agree", code="computes-otherwise")
+    return Violation(
+        key,
+        f"Megatron has {actual}, {source} asks for {expected}",
+        "Make them agree",
+        code="computes-otherwise",
+    )

@@ -234,11 +234,13 @@ def memory_violations(
 
 
 def _too_large(phase: Phase, room_gib: float, key: str, remedy: str) -> Violation:
-    problem = (
+    return Violation(
+        key,
         f"{room_gib:.4g} GiB on a device, but the phase {phase.name} takes "
-        f"{phase.total.max() / GIB:.4g} GiB on rank {phase.largest_rank}"
+        f"{phase.total.max() / GIB:.4g} GiB on rank {phase.largest_rank}",
+        remedy,
+        code="over-budget",
     )
-    return Violation(key, problem, remedy, code="over-budget")
 
 
 def require_room(config: HybridConfig, world_size: int, device_nbytes: int) -> None:

@@ -182,16 +182,20 @@ def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
         variable = os.environ.get("WORLD_SIZE")
         if variable is None:
             remedy = "Pass world_size, or start the script with hybrid-engine run"
-            problem = "is not given, and WORLD_SIZE is not set"
-            violations.append(Violation("world_size", problem, remedy, code="not-set"))
+            violations.append(
+                Violation(
+                    "world_size", "is not given, and WORLD_SIZE is not set", remedy, code="not-set"
+                )
+            )
             return 1
         # Not more digits than a size can have: int() of a long text is slow.
         is_number = variable.isascii() and variable.isdigit() and len(variable) < 20
         size = int(variable) if is_number else variable
     if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:
         return size
-    problem = f"{shortened(size)} ranks"
-    violations.append(Violation("world_size", problem, remedy, code="out-of-range"))
+    violations.append(
+        Violation("world_size", f"{shortened(size)} ranks", remedy, code="out-of-range")
+    )
     return 1
 
 
@@ -272,19 +276,30 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
         ConfigError: with every unknown key and wrong value, under the keys of `rollout_config`.
     """
     if not isinstance(rollout_config, Mapping):
-        problem = f"expected keys and values, found {shortened(rollout_config)}"
-        raise ConfigError.of("rollout_config", problem, "Pass a dictionary", code="not-a-mapping")
+        raise ConfigError.of(
+            "rollout_config",
+            f"expected keys and values, found {shortened(rollout_config)}",
+            "Pass a dictionary",
+            code="not-a-mapping",
+        )
     violations = []
     for short, long in SHORT_KEYS.items():
         if short in rollout_config and long in rollout_config:
             key = f"rollout_config.{short}"
-            problem = f"{long} is the same setting"
-            violations.append(Violation(key, problem, "Use one of them", code="set-twice"))
+            violations.append(
+                Violation(key, f"{long} is the same setting", "Use one of them", code="set-twice")
+            )
     dp_type = rollout_config.get("dp_type", "auto")
     if dp_type not in ("auto", "none"):
         key = "rollout_config.dp_type"
-        remedy = "Use 'auto' (replicas fill the job) or 'none'"
-        violations.append(Violation(key, shortened(dp_type), remedy, code="wrong-value"))
+        violations.append(
+            Violation(
+                key,
+                shortened(dp_type),
+                "Use 'auto' (replicas fill the job) or 'none'",
+                code="wrong-value",
+            )
+        )
     values = {
         SHORT_KEYS.get(key, str(key)): value
         for key, value in rollout_config.items()
@@ -292,9 +307,14 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
     }
     if not isinstance(values.get("model"), str | os.PathLike | None):
         key = "rollout_config.model"
-        problem = f"expected a directory, found {shortened(values['model'])}"
-        remedy = "Name a directory, or leave it out"
-        violations.append(Violation(key, problem, remedy, code="wrong-value"))
+        violations.append(
+            Violation(
+                key,
+                f"expected a directory, found {shortened(values['model'])}",
+                "Name a directory, or leave it out",
+                code="wrong-value",
+            )
+        )
     violations += _wrong_values(values, rollout_config)
     require_none(violations)
     if dp_type == "none":
@@ -467,15 +487,20 @@ def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> 
     key = clipped(dotted or "configuration")
     if item["type"] not in ("extra_forbidden", "missing"):
         message = item["msg"].removeprefix("Value error, ")
-        problem = f"{message}, found {shortened(item.get('input'))}"
-        return Violation(key, problem, "Correct the value", code="wrong-value")
+        return Violation(
+            key,
+            f"{message}, found {shortened(item.get('input'))}",
+            "Correct the value",
+            code="wrong-value",
+        )
     section = root
     for part in place[:-1]:
         section = section_in(section.model_fields[part].annotation) or section
     if item["type"] == "missing":
         description = section.model_fields[place[-1]].description or ""
         sentence = " ".join(description.split()).split(". ")[0]
-        remedy = f"Add it: {sentence[:1].lower()}{sentence[1:]}"
-        return Violation(key, "is missing", remedy, code="is-missing")
+        return Violation(
+            key, "is missing", f"Add it: {sentence[:1].lower()}{sentence[1:]}", code="is-missing"
+        )
     remedy = proposal(place, section, root, prefix)
     return Violation(key, "unknown key", remedy, code="unknown-key")

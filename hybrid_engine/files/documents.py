@@ -81,14 +81,19 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MAX_NBY
     # ValueError: not a regular file, too large, or a NUL in the name.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or clipped(str(error))
-        problem = f"{shown} cannot be read: {reason}"
-        raise ConfigError.of(key, problem, remedy, code="unreadable-file") from None
+        raise ConfigError.of(
+            key, f"{shown} cannot be read: {reason}", remedy, code="unreadable-file"
+        ) from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = content[error.start]
-        problem = f"{shown} is not UTF-8 text: byte {error.start} is 0x{byte:02x}"
-        raise ConfigError.of(key, problem, "Save it as UTF-8", code="not-utf-8") from None
+        raise ConfigError.of(
+            key,
+            f"{shown} is not UTF-8 text: byte {error.start} is 0x{byte:02x}",
+            "Save it as UTF-8",
+            code="not-utf-8",
+        ) from None
 
 
 def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
@@ -103,14 +108,19 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     try:
         value = yaml.load(text, _yaml_loader())
     except (yaml.YAMLError, *_INVALID_TEXT) as error:
-        problem = f"{path} is not YAML: {_reason(error)}"
-        raise ConfigError.of(key, problem, "Correct the file", code="not-yaml") from None
+        raise ConfigError.of(
+            key, f"{path} is not YAML: {_reason(error)}", "Correct the file", code="not-yaml"
+        ) from None
     section = _mapping(value, path, key)
     unusable = [name for name in section if not (isinstance(name, str) and _KEY.fullmatch(name))]
     if unusable:
         # The message does not repeat the keys: the lines of /etc/shadow are such keys.
-        problem = f"{path} has {len(unusable)} top-level keys that cannot be names of settings"
-        raise ConfigError.of(key, problem, remedy, code="invalid-keys")
+        raise ConfigError.of(
+            key,
+            f"{path} has {len(unusable)} top-level keys that cannot be names of settings",
+            remedy,
+            code="invalid-keys",
+        )
     return section
 
 
@@ -191,8 +201,9 @@ def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_unambiguous)
     except _INVALID_TEXT as error:
-        problem = f"{path} is not JSON: {_reason(error)}"
-        raise ConfigError.of(key, problem, "Correct the file", code="not-json") from None
+        raise ConfigError.of(
+            key, f"{path} is not JSON: {_reason(error)}", "Correct the file", code="not-json"
+        ) from None
     return _mapping(value, path, key)
 
 
@@ -211,8 +222,12 @@ def _mapping(value: Any, path: str | Path, key: str) -> dict[Any, Any]:
     if isinstance(value, dict):
         return value
     kind = "nothing" if value is None else f"a {type(value).__name__}"
-    problem = f"{path} must hold keys and values, found {kind}"
-    raise ConfigError.of(key, problem, "Write `key: value`", code="not-a-mapping")
+    raise ConfigError.of(
+        key,
+        f"{path} must hold keys and values, found {kind}",
+        "Write `key: value`",
+        code="not-a-mapping",
+    )
 
 
 def _reason(error: Exception) -> str:

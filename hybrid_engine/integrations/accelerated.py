@@ -67,8 +67,14 @@ def require_supported(accelerator: Any, violations: Iterable[Violation]) -> None
     elif strategy == "FSDP" and fsdp.fsdp_version != 2:
         problem = f"fsdp_version {fsdp.fsdp_version}"
     if problem:
-        remedy = "Use FSDP2 (fsdp_version: 2), DDP or one process"
-        violations.append(Violation("accelerate", problem, remedy, code="not-supported"))
+        violations.append(
+            Violation(
+                "accelerate",
+                problem,
+                "Use FSDP2 (fsdp_version: 2), DDP or one process",
+                code="not-supported",
+            )
+        )
     require_none(violations)
 
 
@@ -89,9 +95,12 @@ def request_outputs(
     """
     with engine.job.agreement.phase("looking at prompts"):
         if any("multi_modal_data" in prompt for prompt in prompts):
-            problem = "has images"
-            remedy = "Use texts: only models of text are resharded"
-            raise ConfigError.of("dataset", problem, remedy, code="not-supported")
+            raise ConfigError.of(
+                "dataset",
+                "has images",
+                "Use texts: only models of text are resharded",
+                code="not-supported",
+            )
     token_ids = [list(prompt["prompt_token_ids"]) for prompt in prompts]
     # A list, because ranks may have different parameters, or no prompts.
     groups = engine.generate_sequences(token_ids, list(samplings), data="local")

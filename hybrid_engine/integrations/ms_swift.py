@@ -60,12 +60,13 @@ def install(**rollout_config: Any) -> Callable[[], None]:
     """
     require_tested("ms-swift", TESTED_VERSION, f"ms-swift=={TESTED_VERSION}.*")
     if "swift.megatron" in sys.modules:
-        problem = "megatron rlhf and its Ray workers are not supported"
-        remedy = (
+        raise ConfigError.of(
+            "--external_plugins",
+            "megatron rlhf and its Ray workers are not supported",
             "Use swift rlhf with FSDP2 or DDP; for a Megatron model in your own loop use "
-            "hybrid_engine.attach"
+            "hybrid_engine.attach",
+            code="not-supported",
         )
-        raise ConfigError.of("--external_plugins", problem, remedy, code="not-supported")
     mixin = import_module("swift.rlhf_trainers.rollout_mixin").RolloutTrainerMixin
     original = mixin._prepare_vllm
     if original.__module__ == __name__:
@@ -215,16 +216,23 @@ def _violations(trainer: Any) -> Violations:
     """Yield the settings of a trainer that an engine cannot honour."""
     args = trainer.args
     if args.vllm_mode != "colocate":
-        problem = f"{args.vllm_mode}: swift rollout transfers weights in its own way"
-        remedy = "Set it to colocate"
-        yield Violation("vllm_mode", problem, remedy, code="unsupported-value")
+        yield Violation(
+            "vllm_mode",
+            f"{args.vllm_mode}: swift rollout transfers weights in its own way",
+            "Set it to colocate",
+            code="unsupported-value",
+        )
     if args.vllm_enable_lora:
-        remedy = "Set it to false: LoRA is merged into the weights of a switch"
-        yield Violation("vllm_enable_lora", "true", remedy, code="unsupported-value")
+        yield Violation(
+            "vllm_enable_lora",
+            "true",
+            "Set it to false: LoRA is merged into the weights of a switch",
+            code="unsupported-value",
+        )
     if args.vllm_engine_kwargs:
         names = ", ".join(sorted(args.vllm_engine_kwargs))
-        remedy = "Pass them to install(vllm={...})"
-        yield Violation("vllm_engine_kwargs", names, remedy, code="not-supported")
+        yield Violation(
+            "vllm_engine_kwargs", names, "Pass them to install(vllm={...})", code="not-supported"
+        )
     if trainer.model.model_meta.is_multimodal:
-        remedy = "Use a model of text only"
-        yield Violation("model", "takes images", remedy, code="not-supported")
+        yield Violation("model", "takes images", "Use a model of text only", code="not-supported")

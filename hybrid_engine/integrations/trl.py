@@ -161,9 +161,13 @@ class WeightTransfer(AbstractContextManager["WeightTransfer"]):
         model = trainer.accelerator.unwrap_model(trainer.model)
         violations = []
         if getattr(model, "peft_config", None):
-            problem = "TRL adds LoRA to the weights while it sends them"
             violations.append(
-                Violation("peft_config", problem, "Leave it out", code="not-supported")
+                Violation(
+                    "peft_config",
+                    "TRL adds LoRA to the weights while it sends them",
+                    "Leave it out",
+                    code="not-supported",
+                )
             )
         require_supported(trainer.accelerator, violations)
         self._config = {
@@ -216,8 +220,12 @@ class WeightTransfer(AbstractContextManager["WeightTransfer"]):
         if load_format != NAME:
             problem = f"its server has load format {load_format}"
             backend = f'{{"backend": "{NAME}"}}'
-            remedy = f"Start it with --load-format {NAME} --weight-transfer-config '{backend}'"
-            raise ConfigError.of("vllm_server_base_url", problem, remedy, code="wrong-load-format")
+            raise ConfigError.of(
+                "vllm_server_base_url",
+                problem,
+                f"Start it with --load-format {NAME} --weight-transfer-config '{backend}'",
+                code="wrong-load-format",
+            )
 
     def pause(self) -> None:
         """Do nothing: a publish pauses the server."""
@@ -237,12 +245,20 @@ class WeightTransfer(AbstractContextManager["WeightTransfer"]):
 def _violations(generation: Any) -> Violations:
     """Yield the settings of a VLLMGeneration that an engine cannot honour."""
     if generation.mode != "colocate":
-        remedy = "Set vllm_mode='colocate'; for a server use AsyncGRPOTrainer with WeightTransfer"
-        yield Violation("vllm_mode", generation.mode, remedy, code="unsupported-value")
+        yield Violation(
+            "vllm_mode",
+            generation.mode,
+            "Set vllm_mode='colocate'; for a server use AsyncGRPOTrainer with WeightTransfer",
+            code="unsupported-value",
+        )
     if generation.model_impl not in ("vllm", "auto"):
-        remedy = "Set it to 'vllm'"
-        yield Violation("vllm_model_impl", generation.model_impl, remedy, code="unsupported-value")
+        yield Violation(
+            "vllm_model_impl", generation.model_impl, "Set it to 'vllm'", code="unsupported-value"
+        )
     if generation.logprobs:
-        problem = f"{generation.logprobs} others at each token"
-        remedy = "Set it to 0: only drawn tokens have a log-probability"
-        yield Violation("logprobs", problem, remedy, code="unsupported-value")
+        yield Violation(
+            "logprobs",
+            f"{generation.logprobs} others at each token",
+            "Set it to 0: only drawn tokens have a log-probability",
+            code="unsupported-value",
+        )

@@ -240,23 +240,30 @@ def _violations(engine: Any, servers: Sequence[str]) -> Violations:
     """Report settings of verl that a switch cannot honour."""
     if engine is None:
         # These weights do not come from one of our engines.
-        problem = f"is verl's own with VERL_ENGINE_VENDOR={os.environ.get('VERL_ENGINE_VENDOR')}"
-        remedy = f"Use fsdp2 or megatron, and export VERL_ENGINE_VENDOR={NAME}"
-        yield Violation("actor.strategy", problem, remedy, code="wrong-engine")
+        yield Violation(
+            "actor.strategy",
+            f"is verl's own with VERL_ENGINE_VENDOR={os.environ.get('VERL_ENGINE_VENDOR')}",
+            f"Use fsdp2 or megatron, and export VERL_ENGINE_VENDOR={NAME}",
+            code="wrong-engine",
+        )
         return
     yield from _engine_violations(engine)
     if not servers:
-        problem = "no vLLM server is configured"
-        remedy = f"Export VERL_ENGINE_VENDOR={NAME} in all of verl's processes"
-        yield Violation("servers", problem, remedy, code="no-servers")
+        yield Violation(
+            "servers",
+            "no vLLM server is configured",
+            f"Export VERL_ENGINE_VENDOR={NAME} in all of verl's processes",
+            code="no-servers",
+        )
 
 
 def _engine_violations(engine: Any) -> Violations:
     """Report settings of verl's training engine that a switch cannot honour."""
     config = engine.engine_config
     if config.strategy not in ("fsdp2", "megatron"):
-        remedy = "Use fsdp2 or megatron"
-        yield Violation("actor.strategy", config.strategy, remedy, code="unsupported-value")
+        yield Violation(
+            "actor.strategy", config.strategy, "Use fsdp2 or megatron", code="unsupported-value"
+        )
     is_megatron = config.strategy == "megatron"
     section = "actor.megatron" if is_megatron else "actor.fsdp_config"
     offload_remedy = "Set it to false: a switch moves training state"

@@ -87,9 +87,12 @@ class RolloutEngine(ScriptEngine):
             ServerError: the server cannot be reached, or refused the call.
         """
         if sampling["max_tokens"] < 1:
-            problem = f"{len(prompt)} tokens, which leaves none to draw"
-            remedy = "Raise --inference-max-seq-length"
-            raise ArgumentError.of("prompt", problem, remedy, code="prompt-too-long")
+            raise ArgumentError.of(
+                "prompt",
+                f"{len(prompt)} tokens, which leaves none to draw",
+                "Raise --inference-max-seq-length",
+                code="prompt-too-long",
+            )
         served = cast("ServedInference", self.inference)
         return served.complete_one(prompt, Sampling(**sampling))
 

@@ -187,8 +187,14 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         problem = generation_problem(sizes, "cuda" if torch.cuda.is_available() else "cpu")
         if problem:
             key = "generate_config.infer_pipeline_parallel_size"
-            remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"
-            violations.append(Violation(key, problem, remedy, code="cannot-generate"))
+            violations.append(
+                Violation(
+                    key,
+                    problem,
+                    f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts",
+                    code="cannot-generate",
+                )
+            )
     # Violations name Megatron's flags instead of the fields of its configurations.
     if table is not None:
         names = replace(FLAGS, flags=script.flags)
@@ -226,17 +232,28 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     """Return the content of the YAML file. Raises ConfigError."""
     key = "--resharding-config"
     if path is None:
-        remedy = "Name a YAML file with `model` and `generate_config`"
-        raise ConfigError.of(key, "is missing", remedy, code="missing-key")
+        raise ConfigError.of(
+            key,
+            "is missing",
+            "Name a YAML file with `model` and `generate_config`",
+            code="missing-key",
+        )
     content = read_yaml(path, key)
     unknown = sorted(clipped(str(name)) for name in set(content) - set(_KEYS))
     if "actor_config" in unknown:
-        problem = "is determined by Megatron's own arguments"
-        remedy = f"Remove it from {path}"
-        raise ConfigError.of("actor_config", problem, remedy, code="has-no-effect")
+        raise ConfigError.of(
+            "actor_config",
+            "is determined by Megatron's own arguments",
+            f"Remove it from {path}",
+            code="has-no-effect",
+        )
     if unknown:
-        problem = f"{path}: unknown keys {', '.join(unknown[:10])}"
-        raise ConfigError.of(key, problem, f"Known keys: {', '.join(_KEYS)}", code="unknown-key")
+        raise ConfigError.of(
+            key,
+            f"{path}: unknown keys {', '.join(unknown[:10])}",
+            f"Known keys: {', '.join(_KEYS)}",
+            code="unknown-key",
+        )
     return content
 
 
@@ -246,13 +263,20 @@ def _read_sampling(values: Any) -> Sampling:
         return Sampling()
     known = [field.name for field in fields(Sampling)]
     if not isinstance(values, Mapping):
-        problem = f"expected a mapping, got {shortened(values)}"
-        raise ConfigError.of("sampling", problem, f"Keys: {', '.join(known)}", code="not-a-mapping")
+        raise ConfigError.of(
+            "sampling",
+            f"expected a mapping, got {shortened(values)}",
+            f"Keys: {', '.join(known)}",
+            code="not-a-mapping",
+        )
     unknown = [clipped(str(name)) for name in values if name not in known]
     if unknown:
-        problem = f"unknown keys {', '.join(unknown[:10])}"
-        remedy = f"Known keys: {', '.join(known)}"
-        raise ConfigError.of("sampling", problem, remedy, code="unknown-key")
+        raise ConfigError.of(
+            "sampling",
+            f"unknown keys {', '.join(unknown[:10])}",
+            f"Known keys: {', '.join(known)}",
+            code="unknown-key",
+        )
     return Sampling(**values)
 
 
@@ -314,9 +338,13 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
     key = "--resharding-prompts"
     violations = []
     if options.output is None:
-        remedy = "Name a directory for the samples"
         violations.append(
-            Violation("--resharding-output", "is missing", remedy, code="missing-key")
+            Violation(
+                "--resharding-output",
+                "is missing",
+                "Name a directory for the samples",
+                code="missing-key",
+            )
         )
     try:
         text = read_text(options.prompts, key, "Name a file of JSON lines")
@@ -329,13 +357,23 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
     invalid = [number for number, prompt in enumerate(parsed, 1) if prompt is None]
     if invalid:
         numbers = ", ".join(map(str, invalid[:10]))
-        problem = f"{options.prompts}: lines {numbers} are not prompts"
-        remedy = 'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line'
-        violations.append(Violation(key, problem, remedy, code="invalid-prompt"))
+        violations.append(
+            Violation(
+                key,
+                f"{options.prompts}: lines {numbers} are not prompts",
+                'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line',
+                code="invalid-prompt",
+            )
+        )
     if not parsed:
-        problem = f"{options.prompts} is empty"
-        remedy = "Write a prompt on every line"
-        violations.append(Violation(key, problem, remedy, code="no-prompts"))
+        violations.append(
+            Violation(
+                key,
+                f"{options.prompts} is empty",
+                "Write a prompt on every line",
+                code="no-prompts",
+            )
+        )
     require_none(violations)
     return tuple(prompt for prompt in parsed if prompt is not None)
 
@@ -364,12 +402,13 @@ def _require_writable(directory: Path | None) -> None:
     candidates = (directory, *directory.absolute().parents)
     existing = next(path for path in candidates if os.path.exists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        problem = (
+        raise ConfigError.of(
+            "--resharding-output",
             f"{directory} cannot be written: {existing} is not a directory that this process may "
-            "write to"
+            "write to",
+            "Name another directory",
+            code="not-writable",
         )
-        remedy = "Name another directory"
-        raise ConfigError.of("--resharding-output", problem, remedy, code="not-writable")
 
 
 def _import_callback(reference: str | None) -> Callback | None:
@@ -381,12 +420,19 @@ def _import_callback(reference: str | None) -> Callback | None:
     try:
         callback = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        problem = f"{reference} cannot be imported: {error}"
-        remedy = "Name a MODULE:FUNCTION that can be imported"
-        raise ConfigError.of(key, problem, remedy, code="import-failed") from error
+        raise ConfigError.of(
+            key,
+            f"{reference} cannot be imported: {error}",
+            "Name a MODULE:FUNCTION that can be imported",
+            code="import-failed",
+        ) from error
     if not callable(callback):
-        problem = f"{reference} is a {type(callback).__name__}"
-        raise ConfigError.of(key, problem, "Name a function of one argument", code="not-callable")
+        raise ConfigError.of(
+            key,
+            f"{reference} is a {type(callback).__name__}",
+            "Name a function of one argument",
+            code="not-callable",
+        )
     return callback
 
 
@@ -408,18 +454,24 @@ def rl_refusals(
     # The patches of the RL loop were written for one version of it.
     version = check_version(allow_version=True)
     if not all(patch.is_needed_by(version) for patch in PATCHES):
-        problem = f"megatron-core {version} has another RL loop"
-        remedy = "Use a checkout of core_v0.19.0"
-        yield Violation("--perform-rl-step", problem, remedy, code="untested-version")
+        yield Violation(
+            "--perform-rl-step",
+            f"megatron-core {version} has another RL loop",
+            "Use a checkout of core_v0.19.0",
+            code="untested-version",
+        )
     generate = content.get("generate_config")
     if not isinstance(generate, Mapping):  # reported elsewhere
         generate = {}
     if not generate.get("servers"):
         # In Megatron's loop agents draw on one rank while the others wait. A vLLM inside the
         # training processes needs all ranks in each call.
-        problem = "is missing: agents draw on one rank, but a vLLM inside the ranks needs all"
-        remedy = "Start vllm serve, and name its address (docs/servers.md)"
-        yield Violation("generate_config.servers", problem, remedy, code="missing-key")
+        yield Violation(
+            "generate_config.servers",
+            "is missing: agents draw on one rank, but a vLLM inside the ranks needs all",
+            "Start vllm serve, and name its address (docs/servers.md)",
+            code="missing-key",
+        )
     for name, (problem, remedy) in _REFUSED_IN_RL.items():
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
@@ -437,15 +489,20 @@ def rl_refusals(
     }
     for key in is_set:
         if is_set[key]:
-            problem = "Megatron's RL loop decides what is drawn, and when"
-            yield Violation(key, problem, "Leave it out", code="has-no-effect")
+            yield Violation(
+                key,
+                "Megatron's RL loop decides what is drawn, and when",
+                "Leave it out",
+                code="has-no-effect",
+            )
     # Found now, not by the first rollout that is too long.
     limit = generate.get("max_model_len") or model_limit
     if isinstance(limit, int) and limit < args.inference_max_seq_length:
-        problem = f"{limit}, and --inference-max-seq-length is {args.inference_max_seq_length}"
-        remedy = "Make them agree, with the servers' --max-model-len"
         yield Violation(
-            "generate_config.max_model_len", problem, remedy, code="shorter-than-rollouts"
+            "generate_config.max_model_len",
+            f"{limit}, and --inference-max-seq-length is {args.inference_max_seq_length}",
+            "Make them agree, with the servers' --max-model-len",
+            code="shorter-than-rollouts",
         )
 
 

@@ -214,8 +214,12 @@ def _outside_bounds(values: Mapping[str, Any], section: str = "") -> Violations:
                 code="invalid-value",
             )
         elif key in _ROTATED and value % 2:
-            problem = f"{value} elements, which are rotated in pairs"
-            yield Violation(key, problem, "Use an even number", code="not-even")
+            yield Violation(
+                key,
+                f"{value} elements, which are rotated in pairs",
+                "Use an even number",
+                code="not-even",
+            )
 
 
 def _contradictions(config: HfConfig, config_class: ConfigClass) -> Violations:

@@ -159,18 +159,32 @@ def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[st
 def require_rules(table: ModelTable) -> None:
     """Raise ConfigError, under `model`, for a table without rules of Megatron's parameters."""
     if not table.rules:
-        remedy = "Train it with FSDP2 (actor_config.fsdp), or add a name table"
-        raise ConfigError([_without_name_table(table, "model", remedy)])
+        raise ConfigError(
+            [
+                _without_name_table(
+                    table, "model", "Train it with FSDP2 (actor_config.fsdp), or add a name table"
+                )
+            ]
+        )
 
 
 def require_written(table: ModelTable, key: str) -> None:
     """Raise ConfigError, under `key`, for a derived table, where layouts follow from rules."""
     if table.is_derived:
-        remedy = "Name a model with a name table, or measure this one in a job"
-        raise ConfigError([_without_name_table(table, key, remedy)])
+        raise ConfigError(
+            [
+                _without_name_table(
+                    table, key, "Name a model with a name table, or measure this one in a job"
+                )
+            ]
+        )
 
 
 def _without_name_table(table: ModelTable, key: str, remedy: str) -> Violation:
     known = ", ".join(TABLES)
-    problem = f"{table.architecture} has no name table with Megatron's parameters; known: {known}"
-    return Violation(key, problem, remedy, code="unknown-architecture")
+    return Violation(
+        key,
+        f"{table.architecture} has no name table with Megatron's parameters; known: {known}",
+        remedy,
+        code="unknown-architecture",
+    )

@@ -108,8 +108,12 @@ def block_config(hf_config: HfConfig, method: str | None) -> dict[str, Any] | No
             problem = (
                 f"{method}, but which layers of a model with text_config are quantised is not known"
             )
-            remedy = "Use a config.json with quantization_config, or another method"
-            raise ConfigError.of(_KEY, problem, remedy, code="other-quantization")
+            raise ConfigError.of(
+                _KEY,
+                problem,
+                "Use a config.json with quantization_config, or another method",
+                code="other-quantization",
+            )
         return _usual_config(hf_config, method)
     try:
         described = format_in(published).method
@@ -146,8 +150,9 @@ def format_in(quantization_config: Mapping[str, Any]) -> BlockFormat:
             is_rounded = quantization_config.get("scale_fmt") == "ue8m0"
             form = fp8(*size or (), powers_of_two=is_rounded)
         else:
-            problem = f"weight_block_size {size!r}, not two positive numbers such as [128, 128]"
-            problems.append(problem)
+            problems.append(
+                f"weight_block_size {size!r}, not two positive numbers such as [128, 128]"
+            )
     elif method == "compressed-tensors":
         problems += _problems(quantization_config, _ONLY_COMPRESSED)
         form = _compressed_tensors_format(quantization_config, problems)

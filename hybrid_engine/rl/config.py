@@ -229,9 +229,12 @@ class LoopConfig(Section):
         if isinstance(names, Collection) and not isinstance(names, Mapping | str):
             fixed = sorted({*names} - allowed, key=str)
         if fixed:
-            problem = f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run"
-            remedy = f"Pass a list, of {first_of(sorted(allowed), 60)}"
-            raise ConfigError.of("changed", problem, remedy, code="cannot-change")
+            raise ConfigError.of(
+                "changed",
+                f"{first_of([shortened(name) for name in fixed], 5)} cannot change in a run",
+                f"Pass a list, of {first_of(sorted(allowed), 60)}",
+                code="cannot-change",
+            )
         dotted = (f"{type(self).__name__}.{name}" for name in {*names, *self._free})
         return {*names, *dotted}
 

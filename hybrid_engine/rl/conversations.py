@@ -229,9 +229,12 @@ class Conversations:
 
         respond = await self._called(state, self._environment, state.prompt)
         if not callable(respond):
-            problem = f"for {state.place} it returned {shortened(respond)}"
-            remedy = "Return a function that takes an answer and returns the reply"
-            raise ArgumentError.of("environment", problem, remedy, code="not-callable")
+            raise ArgumentError.of(
+                "environment",
+                f"for {state.place} it returned {shortened(respond)}",
+                "Return a function that takes an answer and returns the reply",
+                code="not-callable",
+            )
         state.respond = respond
         prompt = prompt_of(state.prompt)
         state.messages = list(prompt) if form_of(prompt) == "a chat" else None
@@ -252,9 +255,12 @@ class Conversations:
             token_ids = token_ids[:room]
             self._inference.check_prompts([token_ids], 1)
         except (ConfigError, ValueError) as error:
-            problem = f"for {state.place}: {error}"
-            remedy = "Reply with messages, a text, token ids, or None to end the conversation"
-            raise ArgumentError.of("environment", problem, remedy, code="invalid-reply") from error
+            raise ArgumentError.of(
+                "environment",
+                f"for {state.place}: {error}",
+                "Reply with messages, a text, token ids, or None to end the conversation",
+                code="invalid-reply",
+            ) from error
         if state.messages is not None:
             state.last_reply = reply
             if form_of(reply) != "a chat":
@@ -429,25 +435,38 @@ def _violations(
 
     for name in _SINGLE_ANSWER_ARGUMENTS:
         if name in chat:
-            problem = "not available here: every turn begins with an answer of the model"
-            yield Violation(name, problem, "Leave it out", code="not-supported")
+            yield Violation(
+                name,
+                "not available here: every turn begins with an answer of the model",
+                "Leave it out",
+                code="not-supported",
+            )
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-        problem = f"got {shortened(prompts)}"
-        yield Violation("prompts", problem, "Pass a list of prompts", code="not-a-list")
+        yield Violation(
+            "prompts", f"got {shortened(prompts)}", "Pass a list of prompts", code="not-a-list"
+        )
         prompts = ()
     # Later turns begin with token ids, which have no images.
     for index, prompt in enumerate(map(prompt_of, prompts)):
         if form_of(prompt) == "a chat" and has_images(prompt):
-            problem = "has images, and conversations are text alone"
-            remedy = "Leave the environment out"
-            yield Violation(f"prompts[{index}]", problem, remedy, code="images-unsupported")
+            yield Violation(
+                f"prompts[{index}]",
+                "has images, and conversations are text alone",
+                "Leave the environment out",
+                code="images-unsupported",
+            )
     if max_tokens_per_turn is not None:
-        remedy = "Pass a number of tokens, at least 1"
-        yield from required_whole(max_tokens_per_turn, "max_tokens_per_turn", remedy, least=1)
+        yield from required_whole(
+            max_tokens_per_turn,
+            "max_tokens_per_turn",
+            "Pass a number of tokens, at least 1",
+            least=1,
+        )
     for params in sampling if isinstance(sampling, list | tuple) else [sampling]:
         if getattr(params, "max_tokens", None) is None:
-            problem = f"got {shortened(params)}"
-            remedy = (
-                "Pass Sampling or vllm.SamplingParams with max_tokens, the conversation's bound"
+            yield Violation(
+                "sampling",
+                f"got {shortened(params)}",
+                "Pass Sampling or vllm.SamplingParams with max_tokens, the conversation's bound",
+                code="unbounded-sampling",
             )
-            yield Violation("sampling", problem, remedy, code="unbounded-sampling")

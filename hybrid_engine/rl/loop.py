@@ -625,8 +625,12 @@ class Loop:
             advantages = advantages.reshape(len(mask), -1).where(is_learned, 0.0)
             problem = "" if advantages.isfinite().all() else "not all of them are finite numbers"
         if problem:
-            remedy = "Return a finite number for each reward, or for each token of the batch [B, S]"
-            raise ArgumentError.of("advantages", problem, remedy, code="wrong-advantages")
+            raise ArgumentError.of(
+                "advantages",
+                problem,
+                "Return a finite number for each reward, or for each token of the batch [B, S]",
+                code="wrong-advantages",
+            )
         return advantages
 
     @torch_defaults()

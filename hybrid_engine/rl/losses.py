@@ -138,12 +138,13 @@ def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Te
     lengths = [len(sequence) for sequence in values]
     counts = mask.bool().sum(dim=1).tolist()
     if counts != lengths:
-        problem = (
+        raise BatchError.of(
+            "values",
             f"lists of {shortened(lengths)} values, but mask has {shortened(counts)} response "
-            "tokens per row"
+            "tokens per row",
+            "Pass a list for each row, with a value for each of its response tokens",
+            code="wrong-length",
         )
-        remedy = "Pass a list for each row, with a value for each of its response tokens"
-        raise BatchError.of("values", problem, remedy, code="wrong-length")
     # Indexing by a mask goes row by row, so the values are concatenated in the order of the rows.
     flat = [value for sequence in values for value in sequence]
     aligned = torch.zeros_like(mask)

@@ -70,9 +70,12 @@ def _of_function(function: Callable[[int], Sequence[Any]], count: int, number: i
     """Return the prompts of a step. Raises ArgumentError for another number of prompts."""
     prompts = list(function(number))
     if len(prompts) != count:
-        problem = f"{len(prompts)} for step {number}"
-        remedy = f"Return {count}, which is prompts_per_step"
-        raise ArgumentError.of("prompts", problem, remedy, code="wrong-length")
+        raise ArgumentError.of(
+            "prompts",
+            f"{len(prompts)} for step {number}",
+            f"Return {count}, which is prompts_per_step",
+            code="wrong-length",
+        )
     return range(count), prompts
 
 
@@ -103,13 +106,19 @@ class StreamedPrompts:
         try:
             prompts = list(itertools.islice(self._iterator, self._count))
         except Exception as error:  # of the stream, which may read a network
-            problem = f"the stream failed: {type(error).__name__}: {clipped(str(error))}"
-            remedy = "Resume the run when it can be read"
-            raise ArgumentError.of("prompts", problem, remedy, code="stream-failed") from error
+            raise ArgumentError.of(
+                "prompts",
+                f"the stream failed: {type(error).__name__}: {clipped(str(error))}",
+                "Resume the run when it can be read",
+                code="stream-failed",
+            ) from error
         if len(prompts) < self._count:
-            problem = "the stream has no prompts"
-            remedy = "Pass a stream of prompts"
-            raise ArgumentError.of("prompts", problem, remedy, code="no-prompts")
+            raise ArgumentError.of(
+                "prompts",
+                "the stream has no prompts",
+                "Pass a stream of prompts",
+                code="no-prompts",
+            )
         self._places[number] = self._place()
         # With `max_staleness` 0 taking step 5 forgets the place of
         # step 3: step 4 may still be saved.
@@ -162,9 +171,12 @@ class StreamedPrompts:
                 # Fail in the first step, not when the run is resumed.
                 _decoded(buffer.getvalue())
         except Exception as error:  # of pickle, of torch or of the stream's objects
-            problem = f"the stream's state_dict cannot be saved: {clipped(str(error))}"
-            remedy = "Let it return numbers, texts, lists, mappings and tensors"
-            raise ArgumentError.of("prompts", problem, remedy, code="unsavable-place") from error
+            raise ArgumentError.of(
+                "prompts",
+                f"the stream's state_dict cannot be saved: {clipped(str(error))}",
+                "Let it return numbers, texts, lists, mappings and tensors",
+                code="unsavable-place",
+            ) from error
         return buffer.getvalue()
 
 
@@ -185,9 +197,12 @@ def listed(prompts: Any) -> list[Any]:
     if not is_table and not isinstance(prompts, str | bytes | Mapping):
         with suppress(TypeError):
             return list(prompts)
-    problem = f"got {type(prompts).__name__}: {shortened(prompts)}"
-    remedy = 'Pass a list of prompts, a split such as dataset["train"], or a function of the step'
-    raise ConfigError.of("prompts", problem, remedy, code="not-a-list")
+    raise ConfigError.of(
+        "prompts",
+        f"got {type(prompts).__name__}: {shortened(prompts)}",
+        'Pass a list of prompts, a split such as dataset["train"], or a function of the step',
+        code="not-a-list",
+    )
 
 
 def source_of(

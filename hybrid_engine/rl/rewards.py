@@ -212,9 +212,12 @@ class RewardFunctions:
         if is_batch:
             (values,) = values
             if not isinstance(values, list) or len(values) != len(samples):
-                problem = f"returned a {type(values).__name__} of {len(values)} for {whole}"
-                remedy = "Return a list with a number, or None, for each completion"
-                raise ArgumentError.of(argument, problem, remedy, code="wrong-length")
+                raise ArgumentError.of(
+                    argument,
+                    f"returned a {type(values).__name__} of {len(values)} for {whole}",
+                    "Return a list with a number, or None, for each completion",
+                    code="wrong-length",
+                )
         # By identity: a value may be an array.
         marks = {id(_FAILED): math.inf}
         if not self._is_single:
@@ -241,15 +244,21 @@ class RewardFunctions:
         totals = torch.tensor(weights, dtype=torch.float64) @ parts.nan_to_num(0.0, 0.0)
         is_failed = parts.isinf().any(dim=0)
         if is_failed.all():
-            problem = f"failed for all {len(samples)} completions of the step"
-            remedy = "See the warnings above"
-            raise ArgumentError.of("reward", problem, remedy, code="callback-failed")
+            raise ArgumentError.of(
+                "reward",
+                f"failed for all {len(samples)} completions of the step",
+                "See the warnings above",
+                code="callback-failed",
+            )
         without = parts.isnan().all(dim=0)
         if without.any():
             places = [samples[index][0] for index in without.nonzero().flatten().tolist()]
-            problem = f"no function applies to {first_of(places, 3, '; ')}"
-            remedy = "Let one function return a number for every completion"
-            raise ArgumentError.of("reward", problem, remedy, code="invalid-reward")
+            raise ArgumentError.of(
+                "reward",
+                f"no function applies to {first_of(places, 3, '; ')}",
+                "Let one function return a number for every completion",
+                code="invalid-reward",
+            )
         if config.overlong_tokens:
             lengths = torch.tensor([len(completion.token_ids) for *_, completion in samples])
             # Of at most 1,000 tokens 200 are overlong: 900 tokens get half of the penalty.
@@ -287,18 +296,29 @@ def reward_violations(rewards: Any, config: LoopConfig) -> Violations:
         if not functions:
             yield Violation("reward", "there is no function", "Pass one", code="no-reward")
         if len(functions) < len(rewards):
-            problem = "several functions have the same name"
-            yield Violation("reward", problem, "Pass a mapping of names", code="repeated-name")
+            yield Violation(
+                "reward",
+                "several functions have the same name",
+                "Pass a mapping of names",
+                code="repeated-name",
+            )
     for name, function in functions.items():
         key = argument_of(name)
         called: object = function.function if isinstance(function, BatchReward) else function
         if not callable(called):
-            problem = f"{shortened(called)} is not a function"
-            remedy = "Pass a function, or several in a list or a mapping of names"
-            yield Violation(key, problem, remedy, code="not-callable")
+            yield Violation(
+                key,
+                f"{shortened(called)} is not a function",
+                "Pass a function, or several in a list or a mapping of names",
+                code="not-callable",
+            )
     for name in _TAKEN & functions.keys():
-        problem = f"is the name of a reward, but `reward_{name}` is a column already"
-        yield Violation(argument_of(name), problem, "Use another name", code="repeated-name")
+        yield Violation(
+            argument_of(name),
+            f"is the name of a reward, but `reward_{name}` is a column already",
+            "Use another name",
+            code="repeated-name",
+        )
     for name in config.reward_weights.keys() - functions.keys():
         problem = f"there is no reward of this name, but {first_of(sorted(functions), 5)}"
         remedy = "Use the names of the functions"

@@ -100,9 +100,12 @@ class RunArguments:
         Raises ConfigError for another `config`, or one without a number of steps.
         """
         if not isinstance(config, GrpoConfig | PpoConfig):
-            problem = f"got {shortened(config)}"
-            remedy = "Call train(model, prompts, reward, GrpoConfig(...))"
-            raise ConfigError.of("config", problem, remedy, code="not-a-config")
+            raise ConfigError.of(
+                "config",
+                f"got {shortened(config)}",
+                "Call train(model, prompts, reward, GrpoConfig(...))",
+                code="not-a-config",
+            )
         num_prompts = None
         if are_listed(prompts):
             num_prompts = len(prompts) if hasattr(prompts, "__len__") else None
@@ -241,21 +244,29 @@ def train_violations(arguments: RunArguments) -> Violations:
     config = arguments.config
     yield from argument_violations(arguments)
     if "evaluate" not in arguments.callbacks and config.evaluate_first:
-        problem = "is set, but there is no `evaluate`"
-        yield Violation(config.key("evaluate_first"), problem, "Pass one", code="needs-evaluate")
+        yield Violation(
+            config.key("evaluate_first"),
+            "is set, but there is no `evaluate`",
+            "Pass one",
+            code="needs-evaluate",
+        )
     # Figures of `evaluate` are not in every row; these columns are.
     is_uneven = config.save_every % config.evaluate_every != 0 and config.keep_best != "reward"
     if config.keep_best is not None and "evaluate" in arguments.callbacks and is_uneven:
-        problem = (
-            f"is {config.save_every}, no multiple of evaluate_every, {config.evaluate_every}, so "
-            "there are checkpoints without a figure for keep_best"
-        )
         yield Violation(
-            config.key("save_every"), problem, "Change one of them", code="not-divisible"
+            config.key("save_every"),
+            f"is {config.save_every}, no multiple of evaluate_every, {config.evaluate_every}, so "
+            "there are checkpoints without a figure for keep_best",
+            "Change one of them",
+            code="not-divisible",
         )
     if config.best == "lowest" and config.keep_best is None:
-        problem = "is set, but keep_best is not"
-        yield Violation(config.key("best"), problem, "Set keep_best", code="needs-keep-best")
+        yield Violation(
+            config.key("best"),
+            "is set, but keep_best is not",
+            "Set keep_best",
+            code="needs-keep-best",
+        )
 
 
 def argument_violations(arguments: RunArguments) -> Violations:
@@ -275,8 +286,12 @@ def limit_violations(
     """
     config = arguments.config
     if isinstance(config, PpoConfig) and limits.engines.critic_config is None:
-        remedy = "Set critic_config, for example {}, or use GrpoConfig"
-        yield Violation("critic_config", "PPO needs a critic", remedy, code="needs-critic")
+        yield Violation(
+            "critic_config",
+            "PPO needs a critic",
+            "Set critic_config, for example {}, or use GrpoConfig",
+            code="needs-critic",
+        )
     yield from _size_violations(config, limits)
     yield from packing_violations(config, limits.no_packing)
     yield from staleness_violations(config, limits.engines.generate_config, config.name)
@@ -285,9 +300,12 @@ def limit_violations(
         try:
             limits.tokenizer.loaded  # noqa: B018 - it is read from files at the first access
         except ConfigError as error:
-            problem = f"strings need a tokenizer: {error.findings[0].problem}"
-            remedy = "Use stop_token_ids, or add a tokenizer to the model's directory"
-            yield Violation(config.key("stop"), problem, remedy, code="needs-tokenizer")
+            yield Violation(
+                config.key("stop"),
+                f"strings need a tokenizer: {error.findings[0].problem}",
+                "Use stop_token_ids, or add a tokenizer to the model's directory",
+                code="needs-tokenizer",
+            )
     prompts = arguments.prompts
     if not are_listed(prompts):
         return
@@ -315,23 +333,37 @@ def staleness_violations(config: Any, generate: GenerateConfig, name: str) -> Vi
         return
     of_run = f"max_staleness is {max_staleness}"
     if not generate.servers:
-        problem = f"is {max_staleness}, but vLLM generates in the ranks that train"
-        remedy = "Start servers and set generate_config.servers, or leave it out"
-        yield Violation(key, problem, remedy, code="needs-servers")
+        yield Violation(
+            key,
+            f"is {max_staleness}, but vLLM generates in the ranks that train",
+            "Start servers and set generate_config.servers, or leave it out",
+            code="needs-servers",
+        )
         return
     if generate.release_weights:
         key = "generate_config.release_weights"
-        problem = f"is true, so servers have no weights during training, but {of_run}"
-        yield Violation(key, problem, "Set it to false", code="needs-weights")
+        yield Violation(
+            key,
+            f"is true, so servers have no weights during training, but {of_run}",
+            "Set it to false",
+            code="needs-weights",
+        )
     if generate.server_pause == "abort":
         key = "generate_config.server_pause"
-        problem = f"is abort, which ends completions at a publish, but {of_run}"
-        yield Violation(key, problem, "Set it to keep, or to wait", code="conflicting-keys")
+        yield Violation(
+            key,
+            f"is abort, which ends completions at a publish, but {of_run}",
+            "Set it to keep, or to wait",
+            code="conflicting-keys",
+        )
     if generate.server_max_lag < num_updates:
         key = "generate_config.server_max_lag"
-        problem = f"is {generate.server_max_lag}, but a step has {num_updates} optimizer steps"
-        remedy = f"Set it to {num_updates}, epochs x minibatches"
-        yield Violation(key, problem, remedy, code="below-updates")
+        yield Violation(
+            key,
+            f"is {generate.server_max_lag}, but a step has {num_updates} optimizer steps",
+            f"Set it to {num_updates}, epochs x minibatches",
+            code="below-updates",
+        )
 
 
 def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLimits) -> None:
@@ -350,13 +382,14 @@ def require_room(prompts: Sequence[Any], arguments: RunArguments, limits: RunLim
     too_long = [index for index, length in enumerate(lengths) if length + max_tokens > limit]
     if too_long:
         longest = max(too_long, key=lengths.__getitem__)
-        problem = (
+        raise ConfigError.of(
+            "prompts",
             f"{len(too_long)} of {len(prompts)} are too long, the longest is prompts[{longest}]"
             f": {lengths[longest]} tokens and {max_tokens} of max_tokens, but seq_length has "
-            f"room for {limit}"
+            f"room for {limit}",
+            "Raise actor_config.seq_length, lower max_tokens, or leave them out",
+            code="prompts-too-long",
         )
-        remedy = "Raise actor_config.seq_length, lower max_tokens, or leave them out"
-        raise ConfigError.of("prompts", problem, remedy, code="prompts-too-long")
 
 
 def _unknown_arguments(chat: Mapping[str, Any]) -> Violations:
@@ -373,8 +406,12 @@ def _callback_violations(arguments: RunArguments) -> Violations:
     for name, function in arguments.callbacks.items():
         # Only environments and rewards are awaited.
         if name != "environment" and is_coroutine_function(function):
-            remedy = "Make it a function without async; only environments and rewards are awaited"
-            yield Violation(name, "is a coroutine function", remedy, code="coroutine-function")
+            yield Violation(
+                name,
+                "is a coroutine function",
+                "Make it a function without async; only environments and rewards are awaited",
+                code="coroutine-function",
+            )
         yield from _signature_violations(name, function, _PARAMETERS[name])
     for name, reward in named_rewards(arguments.reward).items():
         key = argument_of(name)
@@ -403,8 +440,12 @@ def _signature_violations(name: str, function: Any, parameters: Sequence[str]) -
                 raise TypeError(f"`{name_here}` is in the place of `{expected}`")
         signature.bind(*parameters)
     except TypeError as error:
-        problem = f"cannot be called with ({', '.join(parameters)}): {error}"
-        yield Violation(name, problem, remedy, code="wrong-signature")
+        yield Violation(
+            name,
+            f"cannot be called with ({', '.join(parameters)}): {error}",
+            remedy,
+            code="wrong-signature",
+        )
 
 
 def _setting_violations(arguments: RunArguments) -> Violations:
@@ -412,37 +453,43 @@ def _setting_violations(arguments: RunArguments) -> Violations:
     config = arguments.config
     callbacks = arguments.callbacks
     if "environment" not in callbacks and config.max_tokens_per_turn is not None:
-        problem = f"is {config.max_tokens_per_turn}, but there is no `environment`"
-        remedy = "Pass an environment, or set max_tokens"
         yield Violation(
-            config.key("max_tokens_per_turn"), problem, remedy, code="needs-environment"
+            config.key("max_tokens_per_turn"),
+            f"is {config.max_tokens_per_turn}, but there is no `environment`",
+            "Pass an environment, or set max_tokens",
+            code="needs-environment",
         )
     if (
         config.importance_cap is None
         and {"importance_of", "above_importance_cap"} & config.model_fields_set
     ):
-        problem = "is not set, and settings of its weights are"
         yield Violation(
-            config.key("importance_cap"), problem, "Set it, such as to 2", code="has-no-effect"
+            config.key("importance_cap"),
+            "is not set, and settings of its weights are",
+            "Set it, such as to 2",
+            code="has-no-effect",
         )
     if config.kl_place == "reward" and not config.kl_coefficient:
-        problem = "is reward, but kl_coefficient is 0"
         yield Violation(
-            config.key("kl_place"), problem, "Set both or neither", code="has-no-effect"
+            config.key("kl_place"),
+            "is reward, but kl_coefficient is 0",
+            "Set both or neither",
+            code="has-no-effect",
         )
     if config.clipping == "cispo" and config.dual_clip is not None:
-        problem = f"is {config.dual_clip}, but clipping is cispo, which has no such bound"
         yield Violation(
             config.key("dual_clip"),
-            problem,
+            f"is {config.dual_clip}, but clipping is cispo, which has no such bound",
             "Leave it out, or set clipping to ppo",
             code="has-no-effect",
         )
     for name in sorted(_REPLACED.keys() & callbacks):
         for key in sorted(config.model_fields_set.intersection(_REPLACED[name].split())):
-            problem = f"is set, but `{name}` is a function of your own, which does not read it"
             yield Violation(
-                config.key(key), problem, f"Leave it out, or `{name}`", code="has-no-effect"
+                config.key(key),
+                f"is set, but `{name}` is a function of your own, which does not read it",
+                f"Leave it out, or `{name}`",
+                code="has-no-effect",
             )
     of_rows = {
         "importance weights of a completion": config.importance_of == "sequence"
@@ -452,24 +499,34 @@ def _setting_violations(arguments: RunArguments) -> Violations:
     }
     for name, is_set in of_rows.items():
         if config.pack and is_set:
-            problem = f"is true, but {name} needs one sequence a row"
             yield Violation(
-                config.key("pack"), problem, "Use one of the two", code="conflicting-keys"
+                config.key("pack"),
+                f"is true, but {name} needs one sequence a row",
+                "Use one of the two",
+                code="conflicting-keys",
             )
     if config.overlong_tokens > config.max_tokens:
-        problem = f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}"
         yield Violation(
-            config.key("overlong_tokens"), problem, "Lower it", code="beyond-max-tokens"
+            config.key("overlong_tokens"),
+            f"is {config.overlong_tokens}, more than max_tokens, {config.max_tokens}",
+            "Lower it",
+            code="beyond-max-tokens",
         )
     if isinstance(config, PpoConfig):
         if "advantages" in callbacks:
-            problem = "are a function, but PPO's come from its critic"
-            remedy = "Use GrpoConfig, or leave them out"
-            yield Violation("advantages", problem, remedy, code="conflicting-keys")
+            yield Violation(
+                "advantages",
+                "are a function, but PPO's come from its critic",
+                "Use GrpoConfig, or leave them out",
+                code="conflicting-keys",
+            )
         if config.reward_failures == "skip":
-            problem = "is skip, but the critic learns from every completion"
-            remedy = "Use end, with reward_retries, or GrpoConfig"
-            yield Violation(config.key("reward_failures"), problem, remedy, code="conflicting-keys")
+            yield Violation(
+                config.key("reward_failures"),
+                "is skip, but the critic learns from every completion",
+                "Use end, with reward_retries, or GrpoConfig",
+                code="conflicting-keys",
+            )
 
 
 def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Violations:
@@ -484,14 +541,13 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Viola
         # 2 minibatches, micro batches of 4 on 8 data parallel ranks: a multiple of 64.
         factor = config.minibatches * (1 if config.pack else size * limits.micro_batch_multiple)
         if count % factor:
-            problem = (
-                f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {factor}"
-            )
-            remedy = (
+            yield Violation(
+                config.key("minibatches"),
+                f"prompts_per_step x samples_per_prompt is {count}, not a multiple of {factor}",
                 f"minibatches x {name} x data parallel ranks (x pipeline ranks, with virtual "
-                "stages): change one of them, or set pack, which needs a multiple of minibatches"
+                "stages): change one of them, or set pack, which needs a multiple of minibatches",
+                code="not-divisible",
             )
-            yield Violation(config.key("minibatches"), problem, remedy, code="not-divisible")
 
 
 def _schedule_violations(engines: HybridConfig, config: GrpoConfig | PpoConfig) -> Violations:
@@ -502,9 +558,12 @@ def _schedule_violations(engines: HybridConfig, config: GrpoConfig | PpoConfig) 
     for section, optimizer in optimizers.items():
         if optimizer.schedule is not None:
             key = f"{section}.optimizer.schedule"
-            problem = "sets learning rates, which the run sets itself"
-            remedy = f"Leave it out, and use schedule and warmup_steps of {config.name}"
-            yield Violation(key, problem, remedy, code="conflicting-keys")
+            yield Violation(
+                key,
+                "sets learning rates, which the run sets itself",
+                f"Leave it out, and use schedule and warmup_steps of {config.name}",
+                code="conflicting-keys",
+            )
 
 
 def _disk_violations(engines: HybridConfig, out: Path) -> Violations:
@@ -523,8 +582,10 @@ def _disk_violations(engines: HybridConfig, out: Path) -> Violations:
     place = next(path for path in (checkpoints, *checkpoints.parents) if path.is_dir())
     num_free = shutil.disk_usage(place).free
     if num_free < nbytes:
-        problem = (
+        yield Violation(
+            "out",
             f"{num_free / 1e9:.1f} GB are free in {place}, "
-            f"but a checkpoint has {nbytes / 1e9:.1f} GB"
+            f"but a checkpoint has {nbytes / 1e9:.1f} GB",
+            "Use another disk",
+            code="disk-full",
         )
-        yield Violation("out", problem, "Use another disk", code="disk-full")

@@ -291,11 +291,13 @@ class RunFiles:
                 self.metrics.rows()  # raises if a line is damaged
                 require_none(self._differences("", recorded, settings, defaults, free))
             elif resume and os.path.lexists(self._first_checkpoint_file):
-                problem = (
-                    f"{self.out} has no complete checkpoint, but had one: first-checkpoint is there"
+                raise ConfigError.of(
+                    "out",
+                    f"{self.out} has no complete checkpoint, but had one: first-checkpoint is "
+                    "there",
+                    "Put its checkpoint back, or begin a new run in another directory",
+                    code="checkpoint-is-missing",
                 )
-                remedy = "Put its checkpoint back, or begin a new run in another directory"
-                raise ConfigError.of("out", problem, remedy, code="checkpoint-is-missing")
 
     def _settings(self) -> dict[str, Any]:
         """Return the recorded settings. Raises FileError."""
@@ -306,8 +308,16 @@ class RunFiles:
         return recorded
 
     def _not_a_run(self, reason: str, kind: str = "") -> ConfigError:
-        problem = f"{self.out} {reason}, so it is not a run{kind}"
-        return ConfigError([Violation("out", problem, "Use another directory", code="not-a-run")])
+        return ConfigError(
+            [
+                Violation(
+                    "out",
+                    f"{self.out} {reason}, so it is not a run{kind}",
+                    "Use another directory",
+                    code="not-a-run",
+                )
+            ]
+        )
 
     def _differences(
         self, key: str, recorded: Any, now: Any, default: Any, free: Collection[str]
@@ -323,20 +333,24 @@ class RunFiles:
                 inner_key = f"{key}.{name}" if key else name
                 yield from self._differences(inner_key, old, now.get(name), inner, free)
             return
-        problem = f"the run in {self.out} has {shortened(recorded)}, this one {shortened(now)}"
-        remedy = "Use the old value, another directory, or for some keys `changed` of `train`"
-        yield Violation(key, problem, remedy, code="differs-from-run")
+        yield Violation(
+            key,
+            f"the run in {self.out} has {shortened(recorded)}, this one {shortened(now)}",
+            "Use the old value, another directory, or for some keys `changed` of `train`",
+            code="differs-from-run",
+        )
 
     def require_reference(self, progress: Progress, now: str | None) -> None:
         """Raise ConfigError if the run measures its KL from other weights than now, by digest."""
         before = progress.reference
         if before and now and before != now:
-            problem = (
+            raise ConfigError.of(
+                "model",
                 f"the run in {self.out} measures its KL from weights with digest {before}; the "
-                f"worker's have {now}"
+                f"worker's have {now}",
+                "Build a new worker, with the model, seed and weights that the run began with",
+                code="different-reference",
             )
-            remedy = "Build a new worker, with the model, seed and weights that the run began with"
-            raise ConfigError.of("model", problem, remedy, code="different-reference")
 
     def progress(self) -> Progress | None:
         """Return the progress of the newest complete checkpoint, if any.
@@ -402,9 +416,12 @@ class RunFiles:
             lock = Lock(self.out / "lock")
             holder = lock.take(f"{_OWNER.decode()}{os.getpid()} on {socket.gethostname()}\n")
             if holder is not None:
-                problem = f"another job is writing {self.out}: {holder}"
-                remedy = "Wait until it has ended, or use another directory"
-                raise ConfigError.of("out", problem, remedy, code="run-is-locked")
+                raise ConfigError.of(
+                    "out",
+                    f"another job is writing {self.out}: {holder}",
+                    "Wait until it has ended, or use another directory",
+                    code="run-is-locked",
+                )
         return lock
 
     def begin(self, settings: Mapping[str, Any], resume: bool = True) -> None:

@@ -144,9 +144,14 @@ class RunSettings:
         violations: list[Violation] = [*apply_overrides(values, overrides)]
         section = values.pop(SECTION, None)
         if not isinstance(section, dict):
-            problem = f"expected keys and values, found {shortened(section)}"
-            remedy = "Add the section, with data, reward, grpo or ppo, and out"
-            violations.append(Violation(SECTION, problem, remedy, code="not-a-mapping"))
+            violations.append(
+                Violation(
+                    SECTION,
+                    f"expected keys and values, found {shortened(section)}",
+                    "Add the section, with data, reward, grpo or ppo, and out",
+                    code="not-a-mapping",
+                )
+            )
             section = None
         engines = collect(violations, load_config, values, world_size, directory=directory)
         config = run = reward = None
@@ -197,13 +202,21 @@ def _algorithm_of(section: Mapping[str, Any]) -> GrpoConfig | PpoConfig:
     """Return the algorithm's settings in `run`."""
     named = [name for name in _ALGORITHMS if name in section]
     if len(named) != 1:
-        problem = f"has {' and '.join(named) or 'neither grpo nor ppo'}"
-        raise ConfigError.of(SECTION, problem, "Give one of them", code="no-algorithm")
+        raise ConfigError.of(
+            SECTION,
+            f"has {' and '.join(named) or 'neither grpo nor ppo'}",
+            "Give one of them",
+            code="no-algorithm",
+        )
     key = f"{SECTION}.{named[0]}"
     values = section[named[0]] or {}
     if not isinstance(values, Mapping):
-        problem = f"expected keys and values, found {shortened(values)}"
-        raise ConfigError.of(key, problem, "Write keys", code="not-a-mapping")
+        raise ConfigError.of(
+            key,
+            f"expected keys and values, found {shortened(values)}",
+            "Write keys",
+            code="not-a-mapping",
+        )
     return _ALGORITHMS[named[0]](key, **values)
 
 
@@ -233,9 +246,12 @@ def _function(name: str, key: str, directory: Path) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # the module is the user's, and can raise anything
-        problem = f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}"
-        remedy = f"Use {', '.join(NAMED_REWARDS)}, or module:function"
-        raise ConfigError.of(key, problem, remedy, code="unknown-reward") from error
+        raise ConfigError.of(
+            key,
+            f"{shortened(name)}: {type(error).__name__}: {clipped(str(error))}",
+            f"Use {', '.join(NAMED_REWARDS)}, or module:function",
+            code="unknown-reward",
+        ) from error
 
 
 def _prompts(run: RunConfig, source: str, directory: Path) -> list[dict[str, Any]]:
@@ -308,6 +324,9 @@ def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     try:
         return datasets.load_dataset(**options)
     except Exception as error:  # of a network, a file or a script of theirs
-        problem = f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}"
-        remedy = "Name a data set of the Hub, with its subset and split, or a file"
-        raise ConfigError.of(key, problem, remedy, code="unreadable-data") from error
+        raise ConfigError.of(
+            key,
+            f"{shortened(source)}: {type(error).__name__}: {clipped(str(error))}",
+            "Name a data set of the Hub, with its subset and split, or a file",
+            code="unreadable-data",
+        ) from error

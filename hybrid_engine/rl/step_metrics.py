@@ -110,15 +110,17 @@ def evaluation_figures(returned: Any) -> Figures:
     """
     remedy = "Return a mapping of names to numbers"
     if not isinstance(returned, Mapping):
-        problem = f"returned {shortened(returned)}"
-        raise ArgumentError.of("evaluate", problem, remedy, code="not-a-mapping")
+        raise ArgumentError.of(
+            "evaluate", f"returned {shortened(returned)}", remedy, code="not-a-mapping"
+        )
     figures = {}
     for name, value in returned.items():
         try:
             figures[str(name)] = number_of(value)
         except Exception as error:  # the value's own conversion can raise anything
-            problem = f"{name} is {shortened(value)}"
-            raise ArgumentError.of("evaluate", problem, remedy, code="not-a-number") from error
+            raise ArgumentError.of(
+                "evaluate", f"{name} is {shortened(value)}", remedy, code="not-a-number"
+            ) from error
     return figures
 
 

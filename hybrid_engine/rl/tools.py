@@ -135,9 +135,12 @@ def by_name(environments: Mapping[str, Environment], column: str = "environment"
     def environment(prompt: Any) -> Any:
         name = prompt.get(column) if isinstance(prompt, Mapping) else None
         if not isinstance(name, str) or name not in environments:
-            problem = f"{column} of the prompt is {shortened(name)}"
-            remedy = f"Use one of {first_of(sorted(environments), 10)}"
-            raise ArgumentError.of("prompts", problem, remedy, code="unknown-environment")
+            raise ArgumentError.of(
+                "prompts",
+                f"{column} of the prompt is {shortened(name)}",
+                f"Use one of {first_of(sorted(environments), 10)}",
+                code="unknown-environment",
+            )
         return environments[name](prompt)
 
     return environment

@@ -185,8 +185,7 @@ _NEEDED = {
 def tracker_violations(names: Sequence[str], out: Path | None) -> Violations:
     """Yield trackers that are unknown, not installed, or without the directory that they need."""
     if isinstance(names, str):
-        problem = f"{names!r} is a text"
-        yield Violation("trackers", problem, f'Pass ["{names}"]', code="not-a-list")
+        yield Violation("trackers", f"{names!r} is a text", f'Pass ["{names}"]', code="not-a-list")
         return
     for name in names:
         if name == "tensorboard":
@@ -195,15 +194,26 @@ def tracker_violations(names: Sequence[str], out: Path | None) -> Violations:
             module for module in _NEEDED.get(name, ()) if not importlib.util.find_spec(module)
         ]
         if name not in _NEEDED:
-            remedy = f"Use {first_of(['tensorboard', *_NEEDED], 5)}"
-            yield Violation("trackers", f"there is no {name!r}", remedy, code="unknown-tracker")
+            yield Violation(
+                "trackers",
+                f"there is no {name!r}",
+                f"Use {first_of(['tensorboard', *_NEEDED], 5)}",
+                code="unknown-tracker",
+            )
         elif missing:
-            problem = f"{name} needs {' and '.join(missing)}"
-            remedy = f"pip install {' '.join(missing)}"
-            yield Violation("trackers", problem, remedy, code="tracker-not-installed")
+            yield Violation(
+                "trackers",
+                f"{name} needs {' and '.join(missing)}",
+                f"pip install {' '.join(missing)}",
+                code="tracker-not-installed",
+            )
         elif out is None:
-            problem = f"{name} needs the directory of the run, but there is no `out`"
-            yield Violation("trackers", problem, "Pass `out`", code="needs-out")
+            yield Violation(
+                "trackers",
+                f"{name} needs the directory of the run, but there is no `out`",
+                "Pass `out`",
+                code="needs-out",
+            )
 
 
 Recorder = Events | _Accelerated | _Prometheus

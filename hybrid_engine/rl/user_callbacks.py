@@ -93,9 +93,12 @@ def rewards_of(
         if not abs(reward) <= MAX_REWARD:
             wrong.append(f"{shortened(value)} for {place}")
     if wrong:
-        problem = f"is {wrong[0]}; {len(wrong):,} of {len(rewards):,} values are not valid"
-        remedy = f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element"
-        raise ArgumentError.of(argument, problem, remedy, code="invalid-reward")
+        raise ArgumentError.of(
+            argument,
+            f"is {wrong[0]}; {len(wrong):,} of {len(rewards):,} values are not valid",
+            f"Return a finite number of at most {MAX_REWARD:g}, or a tensor of one element",
+            code="invalid-reward",
+        )
     return rewards
 
 
@@ -241,17 +244,27 @@ async def _await_all(
 
 
 def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
-    problem = f"not done after {seconds:g} s: {places}"
-    remedy = "Bound the time that each of them takes, or raise generate_config.timeout_seconds"
-    return Violation(argument, problem, remedy, code="callback-timeout")
+    return Violation(
+        argument,
+        f"not done after {seconds:g} s: {places}",
+        "Bound the time that each of them takes, or raise generate_config.timeout_seconds",
+        code="callback-timeout",
+    )
 
 
 def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
     """Abandon the event loop, and return the error that names the line which blocks it."""
     _event_loop.cache_clear()  # later calls get a new loop instead of waiting for the blocked one
-    problem = f"a coroutine has blocked the event loop for {seconds:g} s, in {line}"
-    remedy = "Use an awaitable call there, or run the blocking call by asyncio.to_thread"
-    return ArgumentError([Violation(argument, problem, remedy, code="event-loop-blocked")])
+    return ArgumentError(
+        [
+            Violation(
+                argument,
+                f"a coroutine has blocked the event loop for {seconds:g} s, in {line}",
+                "Use an awaitable call there, or run the blocking call by asyncio.to_thread",
+                code="event-loop-blocked",
+            )
+        ]
+    )
 
 
 @contextmanager

@@ -194,9 +194,12 @@ def save(directory: str | Path, state: Mapping[str, Any], job: Job) -> None:
 def _make_save(directory: Path) -> Path:
     """Create the directory of the next save, and remove the remains of killed saves."""
     if os.path.lexists(directory / LATEST) and _pointed_name(directory / LATEST) is None:
-        problem = f"{directory / LATEST} is not the pointer of a checkpoint"
-        remedy = "Save to another directory, or move that file away"
-        raise ConfigError.of("directory", problem, remedy, code="not-a-checkpoint")
+        raise ConfigError.of(
+            "directory",
+            f"{directory / LATEST} is not the pointer of a checkpoint",
+            "Save to another directory, or move that file away",
+            code="not-a-checkpoint",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     saves = _saves(directory)
     # checksums are written last

@@ -83,9 +83,12 @@ class ScheduledOptimizer:
         value: object = learning_rate
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not (is_number and 0 <= float(learning_rate) <= LARGEST):
-            problem = f"{shortened(value)} is not a valid rate"
-            remedy = f"Use a number from 0 to {LARGEST:g}"
-            raise ArgumentError.of("learning_rate", problem, remedy, code="out-of-range")
+            raise ArgumentError.of(
+                "learning_rate",
+                f"{shortened(value)} is not a valid rate",
+                f"Use a number from 0 to {LARGEST:g}",
+                code="out-of-range",
+            )
         for group in groups:
             group["lr"] = float(learning_rate)
 

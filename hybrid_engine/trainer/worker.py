@@ -317,8 +317,12 @@ def _builder(
 
         return partial(build_with_fsdp, module=module)
     if module is not None:
-        problem = "is not set, but only FSDP2 trains a module"
-        raise ConfigError.of("actor_config.fsdp", problem, "Set it to {}", code="not-supported")
+        raise ConfigError.of(
+            "actor_config.fsdp",
+            "is not set, but only FSDP2 trains a module",
+            "Set it to {}",
+            code="not-supported",
+        )
     from hybrid_engine.attaching.attachment import apply_patches
 
     # before Megatron's modules are imported for the build

@@ -178,9 +178,12 @@ def _violations(
 ) -> Violations:
     """Yield the reasons why adapters cannot be delivered separately."""
     if not loras:
-        remedy = "Wrap it by peft.get_peft_model, or remove lora_delivery"
-        problem = "adapter, but the model has no active LoRA"
-        yield Violation(KEY, problem, remedy, code="no-adapters")
+        yield Violation(
+            KEY,
+            "adapter, but the model has no active LoRA",
+            "Wrap it by peft.get_peft_model, or remove lora_delivery",
+            code="no-adapters",
+        )
         return
     for lora in loras:
         rank = tensors[lora.a].shape[0]

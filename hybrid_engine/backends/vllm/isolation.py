@@ -118,9 +118,12 @@ def register_model_class(model_dir: str) -> None:
     architectures = json.loads(path.read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
-        problem = f"vLLM {require_vllm()} has no class for {shortened(architectures)}"
-        remedy = "Choose a model that vLLM loads"
-        raise ConfigError.of("model", problem, remedy, code="unknown-architecture")
+        raise ConfigError.of(
+            "model",
+            f"vLLM {require_vllm()} has no class for {shortened(architectures)}",
+            "Choose a model that vLLM loads",
+            code="unknown-architecture",
+        )
     for name in known:
         registered = ModelRegistry.models[name]
         if hasattr(registered, "module_name"):

@@ -129,8 +129,12 @@ def planned_position(
     # vLLM reads its rank and the number of ranks from the default group.
     dist.init_process_group("fake", rank=position.rank, world_size=position.world_size, store=store)
     try:
-        remedy = "Compare its config.json with the published one; else it cannot be planned"
-        return _read_at(position, settings, planned, remedy)
+        return _read_at(
+            position,
+            settings,
+            planned,
+            "Compare its config.json with the published one; else it cannot be planned",
+        )
     finally:
         dist.destroy_process_group()
 

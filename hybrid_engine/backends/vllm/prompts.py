@@ -636,6 +636,10 @@ class ModelTokenizer:
             raise self._missing(f"has no {name} that can be read ({error})") from error
 
     def _missing(self, problem: str) -> ConfigError:
-        remedy = "Name a directory that has the model's tokenizer, or pass token ids"
         problem = f"{self.model_dir} {problem}"
-        return ConfigError.of("model", problem, remedy, code="no-tokenizer")
+        return ConfigError.of(
+            "model",
+            problem,
+            "Name a directory that has the model's tokenizer, or pass token ids",
+            code="no-tokenizer",
+        )

@@ -179,9 +179,14 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
         meant = nearest(section, HybridConfig.model_fields)
         if meant:
             key = word.partition("=")[0]
-            problem = "is neither a key of verl nor of this project"
-            remedy = f"Did you mean {meant}?"
-            violations.append(Violation(key, problem, remedy, code="unknown-key"))
+            violations.append(
+                Violation(
+                    key,
+                    "is neither a key of verl nor of this project",
+                    f"Did you mean {meant}?",
+                    code="unknown-key",
+                )
+            )
     violations += apply_overrides(values, theirs)
     reading = _Reading(values, violations)
     reading.translate()
@@ -255,8 +260,14 @@ class _Reading:
         if isinstance(value, str) and "${" in value:
             match = _INTERPOLATION.fullmatch(value)
             if match is None or depth > 8:  # interpolations may refer to each other
-                problem = f"{shortened(value)} is an interpolation"
-                self.violations.append(Violation(path, problem, _RESOLVE, code="interpolation"))
+                self.violations.append(
+                    Violation(
+                        path,
+                        f"{shortened(value)} is an interpolation",
+                        _RESOLVE,
+                        code="interpolation",
+                    )
+                )
                 return default
             alternative = yaml.safe_load(match[2] or "null")
             value = self.get(match[1], alternative, depth + 1)
@@ -297,14 +308,25 @@ class _Reading:
             self._refuse("actor.strategy", shortened(strategy), "Use megatron, fsdp2 or fsdp")
         if self.get("hybrid_engine", True) is not True:
             key = f"{_MAIN}hybrid_engine"
-            problem = "false: training and generation use separate devices"
-            remedy = "Here they share devices: use true"
-            self.violations.append(Violation(key, problem, remedy, code="not-supported"))
+            self.violations.append(
+                Violation(
+                    key,
+                    "false: training and generation use separate devices",
+                    "Here they share devices: use true",
+                    code="not-supported",
+                )
+            )
         model = self.get("model.path")
         if model is None:
             key = f"{_MAIN}model.path"
-            remedy = "Name a Hugging Face model: a directory or an id"
-            self.violations.append(Violation(key, "is missing", remedy, code="is-missing"))
+            self.violations.append(
+                Violation(
+                    key,
+                    "is missing",
+                    "Name a Hugging Face model: a directory or an id",
+                    code="is-missing",
+                )
+            )
         self.put("model", "model.path", value=os.path.expanduser(str(model)))
         self._translate_batch()
         self._translate_optimizer()
@@ -384,9 +406,12 @@ class _Reading:
             self.put("actor_config.fsdp.sharding_strategy", strategy_path, value="SHARD_GRAD_OP")
         if 0 < num_shards < ranks:
             if ranks % num_shards:
-                problem = f"{num_shards} does not divide {ranks} ranks"
-                remedy = "Use a divisor, or -1"
-                violation = Violation(_full(path), problem, remedy, code="not-divisible")
+                violation = Violation(
+                    _full(path),
+                    f"{num_shards} does not divide {ranks} ranks",
+                    "Use a divisor, or -1",
+                    code="not-divisible",
+                )
                 self.violations.append(violation)
             if not keeps_gathered:
                 self.put("actor_config.fsdp.sharding_strategy", path, value="HYBRID_SHARD")
@@ -422,8 +447,9 @@ class _Reading:
                     (read for read in sorted(self.read) if f".{path}." in f"{read}."), None
                 )
             if read_key and path not in map(_full, _NOT_READ):
-                remedy = f"Did you mean {read_key}?"
-                yield Violation(path, "is not a key of verl", remedy, code="unknown-key")
+                yield Violation(
+                    path, "is not a key of verl", f"Did you mean {read_key}?", code="unknown-key"
+                )
 
     def remarks(self) -> Iterator[str]:
         """Yield settings that take memory or move data and are not in the plan."""

@@ -60,8 +60,11 @@ def split_words(
     """Return files and overrides (the first group of a match); only one file is valid."""
     files = [word for word in words if not override.fullmatch(word)]
     for file in files[1:]:
-        problem = f"more than one file: {shortened(file)}"
-        violations.append(Violation("CONFIG", problem, "Name one", code="many-files"))
+        violations.append(
+            Violation(
+                "CONFIG", f"more than one file: {shortened(file)}", "Name one", code="many-files"
+            )
+        )
     return files, [match[1] for match in map(override.fullmatch, words) if match]
 
 

@@ -129,9 +129,14 @@ def plan(
     }
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
-            problem = f"{value:g} is not a valid size"
-            remedy = f"Use a number above 0, at most {LARGEST_SIZE}"
-            violations.append(Violation(key, problem, remedy, code="out-of-range"))
+            violations.append(
+                Violation(
+                    key,
+                    f"{value:g} is not a valid size",
+                    f"Use a number above 0, at most {LARGEST_SIZE}",
+                    code="out-of-range",
+                )
+            )
     size = collect(violations, _size_of_device, device, device_gib)
     rates = collect(violations, _parse_rates, link_gbps)
     remarks: list[str] = []
@@ -145,16 +150,27 @@ def plan(
             remarks += verl_job.remarks
             num_mtp_layers = verl_job.num_mtp_layers
     elif ranks is None:
-        remedy = "Give the number of ranks: one for each device"
-        violations.append(Violation("--ranks", "is missing", remedy, code="is-missing"))
+        violations.append(
+            Violation(
+                "--ranks",
+                "is missing",
+                "Give the number of ranks: one for each device",
+                code="is-missing",
+            )
+        )
     else:
         config = collect(violations, read_config, words, ranks)
     if rank is not None and ranks is not None and not 0 <= rank < ranks:
-        problem = f"{rank} of {ranks} ranks, counted from 0"
-        violations.append(Violation("--rank", problem, "Name one of them", code="out-of-range"))
+        violations.append(
+            Violation(
+                "--rank",
+                f"{rank} of {ranks} ranks, counted from 0",
+                "Name one of them",
+                code="out-of-range",
+            )
+        )
     if as_markdown and as_json:
-        remedy = "Leave out one"
-        violations.append(Violation("--markdown", "and --json", remedy, code="set-twice"))
+        violations.append(Violation("--markdown", "and --json", "Leave out one", code="set-twice"))
     if violations or config is None or rates is None or size is None or ranks is None:
         refuse(violations)
     hosts_of = 8 if hosts_of is None else hosts_of
@@ -217,12 +233,19 @@ def _size_of_device(name: str | None, gib: float | None) -> float:
     if name is None:
         return Cluster().device_gib if gib is None else gib
     if gib is not None:
-        problem = f"{shortened(name)}, and --device-gib {gib:g}"
-        raise ConfigError.of("--device", problem, "Leave out one", code="set-twice")
+        raise ConfigError.of(
+            "--device",
+            f"{shortened(name)}, and --device-gib {gib:g}",
+            "Leave out one",
+            code="set-twice",
+        )
     if name.lower() not in DEVICE_GIB:
-        problem = f"unknown device {shortened(name)}"
-        remedy = f"Use one of {', '.join(DEVICE_GIB)}, or --device-gib"
-        raise ConfigError.of("--device", problem, remedy, code="unknown-device")
+        raise ConfigError.of(
+            "--device",
+            f"unknown device {shortened(name)}",
+            f"Use one of {', '.join(DEVICE_GIB)}, or --device-gib",
+            code="unknown-device",
+        )
     return DEVICE_GIB[name.lower()]
 
 
@@ -239,8 +262,12 @@ def _parse_rates(text: str) -> dict[Link, float]:
 
     Raises ConfigError.
     """
-    remedy = f"Use rates above 0, at most 1e9, for example {_RATES}"
-    violation = Violation("--link-gbps", shortened(text), remedy, code="cannot-be-read")
+    violation = Violation(
+        "--link-gbps",
+        shortened(text),
+        f"Use rates above 0, at most 1e9, for example {_RATES}",
+        code="cannot-be-read",
+    )
     parts = [part.split("=") for part in text.replace(" ", "").split(",")]
     try:
         # A part without exactly one "=" cannot be unpacked, which is a ValueError, too.

@@ -73,9 +73,16 @@ def start_ranks(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     is_file = not (options.module or options.no_python)
     if is_file and not Path(options.training_script).is_file():
-        problem = f"{options.training_script} is not a file"
-        remedy = "Name a program, or a module after -m"
-        refuse([Violation("PROGRAM", problem, remedy, code="no-program")])
+        refuse(
+            [
+                Violation(
+                    "PROGRAM",
+                    f"{options.training_script} is not a file",
+                    "Name a program, or a module after -m",
+                    code="no-program",
+                )
+            ]
+        )
     try:
         if _is_on_one_node(options):
             _listen_on_loopback(options)

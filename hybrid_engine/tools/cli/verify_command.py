@@ -64,8 +64,14 @@ def verify(
 
     violations: list[Violation] = []
     if layers is not None and layers < 1:
-        problem = f"{layers}, but must be at least 1"
-        violations.append(Violation("--layers", problem, "Use 1 or more", code="out-of-range"))
+        violations.append(
+            Violation(
+                "--layers",
+                f"{layers}, but must be at least 1",
+                "Use 1 or more",
+                code="out-of-range",
+            )
+        )
     config = collect(violations, read_config, words, ranks)
     if config is not None and not oversubscribe:
         violations += _too_many_ranks(ranks)

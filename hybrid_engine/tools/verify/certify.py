@@ -154,8 +154,12 @@ def certify(pairs: Sequence[CheckpointPair], scratch: Path) -> dict[str, list[Fi
     ended = run_ranks(arguments, 1, timeout, environment=environment)
     if ended.status == _REFUSED:
         last_line = ended.output.strip().rpartition("\n")[2]
-        remedy = "Give arguments of `vllm serve` after `--`"
-        raise ConfigError.of("VLLM ARGUMENTS", last_line, remedy, code="unknown-vllm-argument")
+        raise ConfigError.of(
+            "VLLM ARGUMENTS",
+            last_line,
+            "Give arguments of `vllm serve` after `--`",
+            code="unknown-vllm-argument",
+        )
     ended.require_success("certify", timeout)
     failures = json.loads(out.read_text())
     return {pair.name: list(_findings(pair, failures[pair.name])) for pair in pairs}
@@ -249,9 +253,12 @@ def _switch(pair: CheckpointPair, directory: Path) -> None:
     changed = {name for name, value in vars(arguments).items() if value != getattr(defaults, name)}
     unsupported = changed - _OF_SWITCH
     if unsupported:
-        problem = f"{', '.join(sorted(unsupported))}: the switch does not take it"
-        remedy = "See `hybrid-engine verify` for other layouts"
-        raise ConfigError.of("VLLM ARGUMENTS", problem, remedy, code="not-for-switch")
+        raise ConfigError.of(
+            "VLLM ARGUMENTS",
+            f"{', '.join(sorted(unsupported))}: the switch does not take it",
+            "See `hybrid-engine verify` for other layouts",
+            code="not-for-switch",
+        )
     actor = {"params_dtype": arguments.dtype, "seq_length": arguments.max_model_len}
     table, _ = read_model(Path(pair.given))
     if table.is_derived:

@@ -109,9 +109,12 @@ def copy_companions(model: Path, directory: Path) -> None:
     if takes_images(config_of(model)):
         patterns += [*TOKENIZER, *PROCESSOR]
         if not any(files_like(model, PROCESSOR)):
-            problem = f"{model} takes images and has no processor's files (*processor*.json)"
-            remedy = "Put the files of the model's tokenizer and processor beside config.json"
-            raise ConfigError.of("model", problem, remedy, code="needs-processor")
+            raise ConfigError.of(
+                "model",
+                f"{model} takes images and has no processor's files (*processor*.json)",
+                "Put the files of the model's tokenizer and processor beside config.json",
+                code="needs-processor",
+            )
     for path in files_like(model, patterns):
         shutil.copyfile(path, directory / path.name)
 

@@ -169,11 +169,19 @@ def require_one_sequence_a_row(batch: Batch, name: str, *, in_order: bool = Fals
     remedy = "Make the batch with build_batch, one sequence a row"
     most = num_sequences(sequence_ids)
     if most > 1:
-        problem = f"has rows of up to {most} sequences, but {name} requires one sequence a row"
-        raise BatchError.of(key, problem, remedy, code="several-sequences")
+        raise BatchError.of(
+            key,
+            f"has rows of up to {most} sequences, but {name} requires one sequence a row",
+            remedy,
+            code="several-sequences",
+        )
     if in_order and bool((sequence_ids.amax(1).diff() < 0).any()):
-        problem = f"numbers the rows in another order than {name} requires"
-        raise BatchError.of(key, problem, remedy, code="rows-reordered")
+        raise BatchError.of(
+            key,
+            f"numbers the rows in another order than {name} requires",
+            remedy,
+            code="rows-reordered",
+        )
 
 
 def num_sequences(sequence_ids: torch.Tensor) -> int:
@@ -300,8 +308,12 @@ def micro_batches(
     """
     num_rows = batch["tokens"].shape[0]
     if num_rows % size:
-        problem = f"rows must be a multiple of micro_batch_size {size}, got {num_rows}"
-        raise BatchError.of("tokens", problem, "Pad the batch", code="not-divisible")
+        raise BatchError.of(
+            "tokens",
+            f"rows must be a multiple of micro_batch_size {size}, got {num_rows}",
+            "Pad the batch",
+            code="not-divisible",
+        )
     parts = [
         {name: tensor[start : start + size] for name, tensor in batch.items()}
         for start in range(0, num_rows, size)

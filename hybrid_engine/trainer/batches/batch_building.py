@@ -73,8 +73,12 @@ def mask_of(batch: object) -> torch.Tensor:
         if isinstance(mask, torch.Tensor):
             return mask
         problem = f"is a dict of {shortened(list(batch))}"
-    remedy = "Pass the batch with its mask: its other keys separate the sequences of packed rows"
-    raise BatchError.of("batch", problem, remedy, code="no-mask")
+    raise BatchError.of(
+        "batch",
+        problem,
+        "Pass the batch with its mask: its other keys separate the sequences of packed rows",
+        code="no-mask",
+    )
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -138,8 +142,9 @@ def samples_of(
     violations = list(
         required_whole(seq_length, "seq_length", "Pass the number of tokens of a row", least=1)
     )
-    remedy = "Pass any token id, such as 0: padding has no weight"
-    violations += required_whole(pad_token_id, "pad_token_id", remedy)
+    violations += required_whole(
+        pad_token_id, "pad_token_id", "Pass any token id, such as 0: padding has no weight"
+    )
     listed_prompts = _to_list("prompts", prompts, violations)
     prompt_ids = _all_token_ids("prompts", listed_prompts, violations)
     listed_completions = _to_list("completions", completions, violations)
@@ -150,9 +155,14 @@ def samples_of(
     )
     # values without token ids were left out, so the numbers may differ because of them
     if not violations and len(prompt_ids) != len(completion_ids):
-        problem = f"there are {len(prompt_ids)}, but {len(completion_ids)} completions"
-        remedy = "Pass one prompt for each completion: repeat the prompt of a group"
-        violations.append(Violation("prompts", problem, remedy, code="different-lengths"))
+        violations.append(
+            Violation(
+                "prompts",
+                f"there are {len(prompt_ids)}, but {len(completion_ids)} completions",
+                "Pass one prompt for each completion: repeat the prompt of a group",
+                code="different-lengths",
+            )
+        )
     if violations:
         raise BatchError(violations)
     samples = []
@@ -166,15 +176,21 @@ def samples_of(
     for number, sample in enumerate(samples):
         key = f"prompts[{number}]"
         if sample.prompt_length == 0:
-            remedy = "Leave it out, with its completion"
-            violations.append(Violation(key, "has no tokens", remedy, code="empty-prompt"))
-        elif sample.length > seq_length:
-            problem = (
-                f"has {sample.length + 1} tokens with its completion, but at most "
-                f"{seq_length + 1} fit into seq_length {seq_length}"
+            violations.append(
+                Violation(
+                    key, "has no tokens", "Leave it out, with its completion", code="empty-prompt"
+                )
             )
-            remedy = "Raise seq_length, or cut the completion"
-            violations.append(Violation(key, problem, remedy, code="sequence-too-long"))
+        elif sample.length > seq_length:
+            violations.append(
+                Violation(
+                    key,
+                    f"has {sample.length + 1} tokens with its completion, but at most "
+                    f"{seq_length + 1} fit into seq_length {seq_length}",
+                    "Raise seq_length, or cut the completion",
+                    code="sequence-too-long",
+                )
+            )
     if violations:
         raise BatchError(violations)
     return samples
@@ -184,9 +200,14 @@ def _to_list(key: str, sequences: object, violations: list[Violation]) -> list[A
     """Return the sequences as a list. Adds a violation and returns [] if that is impossible."""
     # a str can be iterated as well, but not as token ids
     if isinstance(sequences, str) or not hasattr(sequences, "__iter__"):
-        problem = f"is {shortened(sequences, 80)}"
-        remedy = "Pass a list that contains token ids for each sequence"
-        violations.append(Violation(key, problem, remedy, code="not-a-list"))
+        violations.append(
+            Violation(
+                key,
+                f"is {shortened(sequences, 80)}",
+                "Pass a list that contains token ids for each sequence",
+                code="not-a-list",
+            )
+        )
         return []
     return list(sequences)
 
@@ -309,9 +330,12 @@ def _routed_experts_of(samples: Sequence[Sample], seq_length: int) -> torch.Tens
         return None
     shapes = {(routed.num_layers, routed.top_k) for routed in known.values()}
     if len(shapes) > 1:
-        problem = f"have experts {' and '.join(map(str, sorted(shapes)))} (layers, k) of a token"
-        remedy = "Pass completions of one model"
-        raise BatchError.of("completions", problem, remedy, code="different-models")
+        raise BatchError.of(
+            "completions",
+            f"have experts {' and '.join(map(str, sorted(shapes)))} (layers, k) of a token",
+            "Pass completions of one model",
+            code="different-models",
+        )
     shape = shapes.pop()
     columns = torch.full((len(samples), seq_length, *shape), -1, dtype=torch.int16)
     for number, routed in known.items():
@@ -342,9 +366,12 @@ def mean_weights(
     """
     total = mask.sum() if count is None else count
     if total == 0:
-        problem = "is 0 everywhere: there is no token to learn from"
-        remedy = "Pass completions that have tokens"
-        raise BatchError.of("mask", problem, remedy, code="mask-is-zero")
+        raise BatchError.of(
+            "mask",
+            "is 0 everywhere: there is no token to learn from",
+            "Pass completions that have tokens",
+            code="mask-is-zero",
+        )
     num_rows = mask.shape[0] if rows is None else rows
     # mean over rows of sum(mask * x * rows / total) = sum(mask * x) / total
     return mask * (num_rows / total)

@@ -93,12 +93,15 @@ def own_share(
     """
     violations: list[Violation] = []
     if data not in ("global", "local"):
-        remedy = (
-            'Use "global" if all ranks pass the same batch, or "local" if each data parallel '
-            "rank passes its own part"
+        violations.append(
+            Violation(
+                "data",
+                f"{shortened(data)} is unknown",
+                'Use "global" if all ranks pass the same batch, or "local" if each data parallel '
+                "rank passes its own part",
+                code="unknown-value",
+            )
         )
-        problem = f"{shortened(data)} is unknown"
-        violations.append(Violation("data", problem, remedy, code="unknown-value"))
     violations += _violations(batch, limits, data, outputs, needs_labels)
     if violations:
         raise BatchError(violations)
@@ -118,13 +121,19 @@ def _violations(
     top_k: object = outputs.top_k
     is_whole = isinstance(top_k, int) and not isinstance(top_k, bool)
     if not (is_whole and 0 <= outputs.top_k <= limits.vocab_size):
-        problem = f"{shortened(top_k)} is not between 0 and the vocabulary size {limits.vocab_size}"
-        remedy = "Pass the number of tokens to report, or 0 for none"
-        yield Violation("top_k", problem, remedy, code="out-of-range")
+        yield Violation(
+            "top_k",
+            f"{shortened(top_k)} is not between 0 and the vocabulary size {limits.vocab_size}",
+            "Pass the number of tokens to report, or 0 for none",
+            code="out-of-range",
+        )
     if not isinstance(batch, Mapping):
-        problem = f"is {type(batch).__name__}"
-        remedy = "Pass a dict of tensors: tokens, labels, ..."
-        yield Violation("batch", problem, remedy, code="not-a-dict")
+        yield Violation(
+            "batch",
+            f"is {type(batch).__name__}",
+            "Pass a dict of tensors: tokens, labels, ...",
+            code="not-a-dict",
+        )
         return
     required = ("tokens", "labels") if needs_labels else ("tokens",)
     tensors = _tensors(batch)
@@ -142,8 +151,12 @@ def _violations(
     yield from _routing_violations(batch, limits)
     for name in outputs.names:
         if name in batch:
-            problem = "is a key of the batch and also a requested output"
-            yield Violation(name, problem, "Rename the batch's key", code="key-in-use")
+            yield Violation(
+                name,
+                "is a key of the batch and also a requested output",
+                "Rename the batch's key",
+                code="key-in-use",
+            )
     faults = list(sequence_faults(batch))
     yield from faults
     # the ids mean something only if the keys that define them are consistent
@@ -151,9 +164,12 @@ def _violations(
     if limits.no_packing and sequence_ids is not None and num_sequences(sequence_ids) > 1:
         # The most explicit one: sequence ids, then positions, then the mask.
         key = next(key for key in reversed(KEYS) if key in batch)
-        problem = f"rows have several sequences, but {limits.no_packing}"
-        remedy = "Put each sequence into its own row"
-        yield Violation(key, problem, remedy, code="packing-unsupported")
+        yield Violation(
+            key,
+            f"rows have several sequences, but {limits.no_packing}",
+            "Put each sequence into its own row",
+            code="packing-unsupported",
+        )
 
 
 def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Violations:
@@ -175,19 +191,23 @@ def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Vi
             yield Violation(key, problem, remedy, code="missing-key")
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            problem = f"is {type(value).__name__}"
-            remedy = (
+            yield Violation(
+                str(key),
+                f"is {type(value).__name__}",
                 "A batch contains only tensors; a loss function can read other values from the "
-                "scope in which it is defined"
+                "scope in which it is defined",
+                code="not-a-tensor",
             )
-            yield Violation(str(key), problem, remedy, code="not-a-tensor")
     tokens = batch.get("tokens")
     if not isinstance(tokens, torch.Tensor):
         return
     if tokens.dim() != 2 or not tokens.numel():
-        problem = f"has shape {list(tokens.shape)}"
-        remedy = "Pass [B, S], both at least 1"
-        yield Violation("tokens", problem, remedy, code="wrong-shape")
+        yield Violation(
+            "tokens",
+            f"has shape {list(tokens.shape)}",
+            "Pass [B, S], both at least 1",
+            code="wrong-shape",
+        )
         return
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
@@ -195,19 +215,24 @@ def shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> Vi
         # other keys are for the loss function, which may give them any further dims
         is_read = key in ("tokens", "labels", "mask", *KEYS)
         if is_read and value.shape != tokens.shape:
-            problem = f"has shape {list(value.shape)}, tokens {list(tokens.shape)}"
-            remedy = f"Pass one value for each token{_shift_hint(key, value, tokens)}"
-            yield Violation(key, problem, remedy, code="wrong-shape")
-        elif not value.dim() or value.shape[0] != tokens.shape[0]:
-            problem = f"has shape {list(value.shape)}, but the batch has {tokens.shape[0]} rows"
-            remedy = (
-                "Pass a tensor with one row for each row of the batch; a loss function can read "
-                "other values from the scope in which it is defined"
+            yield Violation(
+                key,
+                f"has shape {list(value.shape)}, tokens {list(tokens.shape)}",
+                f"Pass one value for each token{_shift_hint(key, value, tokens)}",
+                code="wrong-shape",
             )
-            yield Violation(key, problem, remedy, code="wrong-number-of-rows")
+        elif not value.dim() or value.shape[0] != tokens.shape[0]:
+            yield Violation(
+                key,
+                f"has shape {list(value.shape)}, but the batch has {tokens.shape[0]} rows",
+                "Pass a tensor with one row for each row of the batch; a loss function can read "
+                "other values from the scope in which it is defined",
+                code="wrong-number-of-rows",
+            )
         if key != "mask" and is_read and (value.is_floating_point() or value.is_complex()):
-            problem = f"has type {dtype_name(value)}"
-            yield Violation(key, problem, "Pass integers", code="not-integers")
+            yield Violation(
+                key, f"has type {dtype_name(value)}", "Pass integers", code="not-integers"
+            )
 
 
 def _shift_hint(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
@@ -230,21 +255,31 @@ def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> 
             f"virtual stages take together, {limits.micro_batch_multiple}"
         )
         num_padded_rows = round_up(num_rows, rows_per_step)
-        remedy = f"Add rows to which your loss gives no weight, up to {num_padded_rows}"
-        yield Violation("tokens", problem, remedy, code="not-divisible")
-    if limits.seq_length is not None and length > limits.seq_length:
-        problem = (
-            f"rows of {length} tokens are longer than actor_config.seq_length {limits.seq_length}"
+        yield Violation(
+            "tokens",
+            problem,
+            f"Add rows to which your loss gives no weight, up to {num_padded_rows}",
+            code="not-divisible",
         )
-        yield Violation("tokens", problem, "Cut them, or raise seq_length", code="rows-too-long")
+    if limits.seq_length is not None and length > limits.seq_length:
+        yield Violation(
+            "tokens",
+            f"rows of {length} tokens are longer than actor_config.seq_length {limits.seq_length}",
+            "Cut them, or raise seq_length",
+            code="rows-too-long",
+        )
     if length % limits.row_multiple:
         problem = (
             f"rows of {length} tokens cannot be divided over {limits.row_multiple} tensor "
             "parallel ranks"
         )
         padded_length = round_up(length, limits.row_multiple)
-        remedy = f"Pad them to {padded_length}, for actor_config.sequence_parallel"
-        yield Violation("tokens", problem, remedy, code="not-divisible")
+        yield Violation(
+            "tokens",
+            problem,
+            f"Pad them to {padded_length}, for actor_config.sequence_parallel",
+            code="not-divisible",
+        )
 
 
 def _token_violations(batch: Batch, vocab_size: int) -> Violations:
@@ -275,15 +310,21 @@ def _temperature_violations(batch: Batch) -> Violations:
         return
     shape = batch["tokens"].shape
     if temperature.shape not in (shape[:1], shape):
-        problem = f"has shape {list(temperature.shape)}"
-        remedy = f"Pass one value for each row, [{shape[0]}], or for each token, {list(shape)}"
-        yield Violation("temperature", problem, remedy, code="wrong-shape")
+        yield Violation(
+            "temperature",
+            f"has shape {list(temperature.shape)}",
+            f"Pass one value for each row, [{shape[0]}], or for each token, {list(shape)}",
+            code="wrong-shape",
+        )
         return
     invalid = temperature[~((temperature > 0) & temperature.isfinite())]
     if invalid.numel():
-        problem = f"has {invalid[0].item()}, but logits are divided by it"
-        remedy = "Pass the sampling temperature, and 1 for greedy tokens and padding"
-        yield Violation("temperature", problem, remedy, code="out-of-range")
+        yield Violation(
+            "temperature",
+            f"has {invalid[0].item()}, but logits are divided by it",
+            "Pass the sampling temperature, and 1 for greedy tokens and padding",
+            code="out-of-range",
+        )
 
 
 def _routing_violations(batch: Batch, limits: BatchLimits) -> Violations:
@@ -292,25 +333,33 @@ def _routing_violations(batch: Batch, limits: BatchLimits) -> Violations:
     if experts is None:
         return
     if limits.no_replay:
-        remedy = "Leave it out, and generate_config.router_replay"
-        yield Violation(ROUTED_EXPERTS, limits.no_replay, remedy, code="replay-unsupported")
+        yield Violation(
+            ROUTED_EXPERTS,
+            limits.no_replay,
+            "Leave it out, and generate_config.router_replay",
+            code="replay-unsupported",
+        )
         return
     routing = limits.routing
     if routing is None:
         return
     shape = (*batch["tokens"].shape, routing.num_layers, routing.top_k)
     if experts.shape != shape or experts.is_floating_point():
-        problem = f"has shape {list(experts.shape)} and type {dtype_name(experts)}"
-        remedy = (
+        yield Violation(
+            ROUTED_EXPERTS,
+            f"has shape {list(experts.shape)} and type {dtype_name(experts)}",
             f"Pass integers {list(shape)}: the experts of each token in every layer, or -1 where "
-            "the trainer selects them"
+            "the trainer selects them",
+            code="wrong-shape",
         )
-        yield Violation(ROUTED_EXPERTS, problem, remedy, code="wrong-shape")
     elif bool(((experts < -1) | (experts >= routing.num_experts)).any()):
         low, high = int(experts.min()), int(experts.max())
-        problem = f"has numbers from {low} to {high}, but there are {routing.num_experts} experts"
-        remedy = "Pass numbers of experts, or -1 where the trainer selects them"
-        yield Violation(ROUTED_EXPERTS, problem, remedy, code="out-of-range")
+        yield Violation(
+            ROUTED_EXPERTS,
+            f"has numbers from {low} to {high}, but there are {routing.num_experts} experts",
+            "Pass numbers of experts, or -1 where the trainer selects them",
+            code="out-of-range",
+        )
 
 
 Contents = dict[str, tuple[str, int]]
@@ -429,20 +478,24 @@ def _differences(by_rank: Sequence[_Arguments]) -> Violations:
     first_rank, first_rate = next(iter(rates.items()), (0, math.nan))
     for rank, rate in rates.items():
         if rate != first_rate:
-            problem = f"{first_rate} on rank {first_rank}, {rate} on rank {rank}"
-            remedy = "Call set_learning_rate with the same value on every rank"
-            yield Violation("learning_rate", problem, remedy, code="differs-between-ranks")
+            yield Violation(
+                "learning_rate",
+                f"{first_rate} on rank {first_rank}, {rate} on rank {rank}",
+                "Call set_learning_rate with the same value on every rank",
+                code="differs-between-ranks",
+            )
             break
     calls = [arguments.call for arguments in by_rank]
     for name, argument in calls[0].items():
         for rank, call in enumerate(calls):
             if call[name] != argument:
-                problem = f"{argument} on rank 0, {call[name]} on rank {rank}"
-                remedy = (
+                yield Violation(
+                    name,
+                    f"{argument} on rank 0, {call[name]} on rank {rank}",
                     "Pass the same argument, and the same number of rows and columns, on every "
-                    'rank; use data="local" if each rank passes its own part'
+                    'rank; use data="local" if each rank passes its own part',
+                    code="differs-between-ranks",
                 )
-                yield Violation(name, problem, remedy, code="differs-between-ranks")
                 break
     if any(call != calls[0] for call in calls):
         return  # with different calls, the tensors differ as well

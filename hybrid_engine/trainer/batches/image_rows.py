@@ -71,25 +71,46 @@ def image_violations(batch: Mapping[str, Any], refusal: str) -> list[Violation]:
     if images is None:
         return []
     if refusal:
-        remedy = "Use prompts of text, or a trainer that takes images"
-        return [Violation(IMAGES, refusal, remedy, code="images-unsupported")]
+        return [
+            Violation(
+                IMAGES,
+                refusal,
+                "Use prompts of text, or a trainer that takes images",
+                code="images-unsupported",
+            )
+        ]
     num_rows = len(batch["tokens"])
     if len(images) != num_rows:
-        problem = f"has {len(images)} rows, but tokens have {num_rows}"
-        remedy = "Pass the images of each row"
-        return [Violation(IMAGES, problem, remedy, code="wrong-number-of-rows")]
+        return [
+            Violation(
+                IMAGES,
+                f"has {len(images)} rows, but tokens have {num_rows}",
+                "Pass the images of each row",
+                code="wrong-number-of-rows",
+            )
+        ]
     # The ranks gather the layers of the vision tower together, in each micro batch or in none.
     without = [row for row, inputs in enumerate(images.rows) if not inputs]
     if without:
-        problem = f"row {without[0]} has none, and {num_rows - len(without)} rows have some"
-        remedy = "Make batches of prompts that all have an image, or all have none"
-        return [Violation(IMAGES, problem, remedy, code="rows-without-images")]
+        return [
+            Violation(
+                IMAGES,
+                f"row {without[0]} has none, and {num_rows - len(without)} rows have some",
+                "Make batches of prompts that all have an image, or all have none",
+                code="rows-without-images",
+            )
+        ]
     kinds = {
         tuple((name, inputs[name].dtype, inputs[name].shape[1:]) for name in sorted(inputs))
         for inputs in images.rows
     }
     if len(kinds) > 1:
-        problem = f"rows have different tensors: {shortened(sorted(map(str, kinds)))}"
-        remedy = "Pass the tensors of one processor"
-        return [Violation(IMAGES, problem, remedy, code="different-images")]
+        return [
+            Violation(
+                IMAGES,
+                f"rows have different tensors: {shortened(sorted(map(str, kinds)))}",
+                "Pass the tensors of one processor",
+                code="different-images",
+            )
+        ]
     return []

@@ -105,9 +105,12 @@ class PackedRows:
         Padding gets 0. Raises BatchError for another shape.
         """
         if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
-            problem = f"{described(values)}, but there are {len(self.places)} sequences"
-            remedy = "Pass a tensor with one value for each sequence"
-            raise BatchError.of("values", problem, remedy, code="wrong-shape")
+            raise BatchError.of(
+                "values",
+                f"{described(values)}, but there are {len(self.places)} sequences",
+                "Pass a tensor with one value for each sequence",
+                code="wrong-shape",
+            )
         # sequence ids are indices: 0 is padding, sequences count from 1
         with_padding = torch.cat([values.new_zeros(1), values])
         return with_padding[self.batch["sequence_ids"].to(values.device)]
@@ -115,9 +118,12 @@ class PackedRows:
     def _require_tokens(self, values: torch.Tensor) -> None:
         tokens = self.batch["tokens"]
         if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
-            problem = f"{described(values)}, but the rows have {list(tokens.shape)}"
-            remedy = "Pass a value for each token of the packed rows"
-            raise BatchError.of("values", problem, remedy, code="wrong-shape")
+            raise BatchError.of(
+                "values",
+                f"{described(values)}, but the rows have {list(tokens.shape)}",
+                "Pass a value for each token of the packed rows",
+                code="wrong-shape",
+            )
 
 
 def pack(
@@ -193,8 +199,12 @@ def pack_rows(
     lengths = is_real.sum(1).tolist()
     size = width if seq_length is None else seq_length
     if max(lengths) > size:
-        problem = f"has a sequence of {max(lengths)} tokens, but rows have {size}"
-        raise BatchError.of("tokens", problem, "Raise seq_length", code="sequence-too-long")
+        raise BatchError.of(
+            "tokens",
+            f"has a sequence of {max(lengths)} tokens, but rows have {size}",
+            "Raise seq_length",
+            code="sequence-too-long",
+        )
     starts = is_real.argmax(1).tolist()
     sources = tuple(map(RowSlice, range(num_sequences), starts, lengths))
     places = _placed(lengths, size) or []
@@ -229,8 +239,9 @@ def pack_rows(
 
 
 def _require_count(multiple_of: int) -> None:
-    remedy = "Pass a number of rows, at least 1"
-    violations = list(required_whole(multiple_of, "multiple_of", remedy, least=1))
+    violations = list(
+        required_whole(multiple_of, "multiple_of", "Pass a number of rows, at least 1", least=1)
+    )
     if violations:
         raise BatchError(violations)
 
@@ -241,9 +252,14 @@ def _require_columns(columns: Tensors, num_rows: int, width: int) -> None:
     for name, tensor in columns.items():
         shape = getattr(tensor, "shape", ())
         if shape != (num_rows,) and shape[:2] != (num_rows, width):
-            problem = f"{described(tensor)}, but the rows are [{num_rows}, {width}]"
-            remedy = f"Pass [{num_rows}], or [{num_rows}, {width}, ...]"
-            violations.append(Violation(name, problem, remedy, code="wrong-shape"))
+            violations.append(
+                Violation(
+                    name,
+                    f"{described(tensor)}, but the rows are [{num_rows}, {width}]",
+                    f"Pass [{num_rows}], or [{num_rows}, {width}, ...]",
+                    code="wrong-shape",
+                )
+            )
     if violations:
         raise BatchError(violations)
 

@@ -197,12 +197,23 @@ def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         for name in names:
             parameters[name].requires_grad_(False)
         if not names:
-            problem = f"no parameter matches {pattern}"
-            remedy = f"Names look like {next(iter(parameters))}"
-            violations.append(Violation(key, problem, remedy, code="no-parameter-matches"))
+            violations.append(
+                Violation(
+                    key,
+                    f"no parameter matches {pattern}",
+                    f"Names look like {next(iter(parameters))}",
+                    code="no-parameter-matches",
+                )
+            )
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        problem = f"{', '.join(patterns[:5])} would freeze every parameter"
-        violations.append(Violation(key, problem, "Leave some out", code="nothing-is-trained"))
+        violations.append(
+            Violation(
+                key,
+                f"{', '.join(patterns[:5])} would freeze every parameter",
+                "Leave some out",
+                code="nothing-is-trained",
+            )
+        )
     require_none(violations)
 
 

@@ -61,9 +61,12 @@ class ModelInputs:
         Raises BatchError if it cannot compute them.
         """
         if rows.sequence_ids is not None and self.no_packing:
-            problem = f"rows have several sequences, but {self.no_packing}"
-            remedy = "Put each sequence into its own row"
-            raise BatchError.of("sequence_ids", problem, remedy, code="packing-unsupported")
+            raise BatchError.of(
+                "sequence_ids",
+                f"rows have several sequences, but {self.no_packing}",
+                "Put each sequence into its own row",
+                code="packing-unsupported",
+            )
         num_rows, length = rows.tokens.shape
         return (1, num_rows * length) if self._are_joined(rows) else (num_rows, length)
 

@@ -112,8 +112,9 @@ def whitened(
     # In float64 the mean of equal values of float32 is that value, without rounding.
     inside = values[mask.bool()].double()
     if not inside.numel():
-        remedy = "Set it to 1 where a value counts"
-        raise BatchError.of("mask", "is 0 everywhere", remedy, code="mask-is-zero")
+        raise BatchError.of(
+            "mask", "is 0 everywhere", "Set it to 1 where a value counts", code="mask-is-zero"
+        )
     deviation = inside.std(correction=0) + epsilon if scaled else 1.0
     return torch.where(mask.bool(), (values - inside.mean()) / deviation, 0.0)
 
@@ -134,8 +135,9 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
     """
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip >= 0):
-        remedy = "Pass a number >= 0, or None"
-        raise BatchError.of("clip", f"is {shortened(clip)}", remedy, code="out-of-range")
+        raise BatchError.of(
+            "clip", f"is {shortened(clip)}", "Pass a number >= 0, or None", code="out-of-range"
+        )
 
     def loss_function(micro_batch: Batch, values: torch.Tensor) -> Loss:
         returns = micro_batch["returns"]

@@ -211,8 +211,9 @@ class ValueModel(AuxiliaryModel):
     def __init__(self, worker: ActorHybridWorker, *, load_weights: bool = True) -> None:
         critic = worker.config.critic_config
         if critic is None:
-            remedy = "Add it, even if it is {}"
-            raise ConfigError.of("critic_config", "is missing", remedy, code="missing-section")
+            raise ConfigError.of(
+                "critic_config", "is missing", "Add it, even if it is {}", code="missing-section"
+            )
         loads = load_weights and not worker.config.random_weights
         with worker.sharding.entered(State.IDLE):
             with worker.job.agreement.building():
@@ -324,10 +325,11 @@ class ValueModel(AuxiliaryModel):
         """
         critic = self._worker.config.critic_config
         if critic is not None and critic.model is not None:
-            problem = "the critic has another model than the actor, so weights cannot be copied"
-            remedy = "Leave it out, or call load_hf_checkpoint"
             raise ConfigError.of(
-                "critic_config.model", problem, remedy, code="not-the-actors-model"
+                "critic_config.model",
+                "the critic has another model than the actor, so weights cannot be copied",
+                "Leave it out, or call load_hf_checkpoint",
+                code="not-the-actors-model",
             )
         self._worker.train.guard(["param"])
         with (

@@ -454,8 +454,13 @@ def _out_of_reach(model: ProcessedModel, known: frozenset[int]) -> list[str]:
             for path, kind in sealed.items()
         ]
         if not (derivation.results or sealed or _may_be_idle(model, name)):
-            problem = "none of the tensors that it computes with can be found"
-            faults.append(_fault(model, derivation.first, problem))
+            faults.append(
+                _fault(
+                    model,
+                    derivation.first,
+                    "none of the tensors that it computes with can be found",
+                )
+            )
     bound = {
         binding.name for storage in model.traced.storages.values() for binding in storage.bindings
     }
@@ -465,8 +470,13 @@ def _out_of_reach(model: ProcessedModel, known: frozenset[int]) -> list[str]:
         # `_lost` reports parameters and buffers that the loader fills.
         for path in module_tensors(model.modules, [name]).outside(known):
             if display(path) not in bound:
-                problem = f"{display(path)} was made after loading, outside of the processing"
-                faults.append(_fault(model, name, problem))
+                faults.append(
+                    _fault(
+                        model,
+                        name,
+                        f"{display(path)} was made after loading, outside of the processing",
+                    )
+                )
     return faults
 
 
