@@ -7,7 +7,7 @@ build    build.py             process groups, model, DDP and optimizer (`Actor`)
 train    pipeline.py          training and evaluation through Megatron's pipeline schedules
          model_inputs.py      arguments of the forward pass
          router_inputs.py     experts of a batch for routers, and masks of padding
-         train_engine.py      `TrainEngine` for language models, `ValueEngine` for value models
+         train_engine.py      `TrainEngine` for language models and value models
 resume   training_state.py    what a checkpoint has of the trainer
 worker   actor.py             builds the parts of `ActorHybridWorker`'s trainer, and of the critic
 """

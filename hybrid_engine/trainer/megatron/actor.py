@@ -15,7 +15,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.megatron import build
-from hybrid_engine.trainer.megatron.train_engine import TrainEngine, ValueEngine, copy_weights
+from hybrid_engine.trainer.megatron.train_engine import TrainEngine, copy_weights
 from hybrid_engine.trainer.megatron.training_state import MegatronState
 from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
 
@@ -103,7 +103,7 @@ class CriticParts:
         checkpoints: of the training state.
     """
 
-    engine: ValueEngine
+    engine: TrainEngine
     checkpoints: TrainingCheckpoints
 
     def copy_decoder_from(self, actor: Trainer) -> None:
@@ -120,7 +120,7 @@ def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticPart
     critic = critic_of(config, job.world_size)
     actor = build.build_actor(critic.actor, critic.table, critic.alone.hf_config(), job.world_size)
     owner.callback(build.end_training, actor)
-    engine = ValueEngine(
+    engine = TrainEngine(
         actor,
         critic.table,
         critic.actor.micro_batch_size,

@@ -26,6 +26,7 @@ from hybrid_engine.ranks.groups import broadcast_bytes
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss, Loss
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS
 from hybrid_engine.trainer.data_parallel import DataParallelRanks, is_true_anywhere
 from hybrid_engine.trainer.learning_rate import MAX_SKIPPED, ScheduledOptimizer
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
@@ -42,7 +43,13 @@ None; raises on all ranks if one has an error."""
 
 
 class ModelOutput:
-    """Base class of outputs of a model: log-probabilities of labels, or values."""
+    """Base class of outputs of a model: log-probabilities of labels, or values.
+
+    Attributes:
+        outputs: what to compute beside them, for the visible micro batch.
+    """
+
+    outputs = NO_OUTPUTS
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
         """Return the output of a chunk; `result` receives that of the last chunk."""

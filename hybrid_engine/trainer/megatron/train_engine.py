@@ -58,9 +58,6 @@ class LogProbs(ModelOutput):
         chunks: of the model.
         config: of the model.
         vocab_size: without padding.
-
-    Attributes:
-        outputs: what to compute beside log-probabilities, for the visible micro batch.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class LogProbs(ModelOutput):
         vocab_size: int,
     ) -> None:
         self._config = config
-        self.outputs = NO_OUTPUTS
         hide_padding(chunks, vocab_size)
 
     def forward(self, model: torch.nn.Module, rows: Rows, inputs: ModelInputs) -> torch.Tensor:
@@ -196,12 +192,15 @@ class Values(ModelOutput):
 
 
 class TrainEngine:
-    """Training loop of this rank's share of a language model, e.g. an actor or a reference.
+    """Training loop of this rank's share of a model: an actor, a reference or a critic.
 
     A batch is this data parallel rank's share; see `batches.Batch`. A loss function gets the
     log-probabilities [b, S] of the labels. A model with an optimizer takes `routed_experts` of a
     batch (router_inputs.py); a reference ignores them. Training and scoring raise StateError while
     memory that they need is offloaded by a `HybridEngine`.
+
+    A value model, whose table has the head "value", needs no labels: a loss function gets the
+    values [b, S] in float32, 0 for padding.
 
     Every step trains the MTP layers of a model, if it has any: Megatron adds their loss to the
     gradients, over the labels where `mask` [B, S] of the batch is 1. Without a mask all labels
@@ -238,7 +237,8 @@ class TrainEngine:
         self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
         config = actor.transformer_config
         self._vocab_size = table.dims.vocab_size
-        self._output = LogProbs(actor.chunks, config, self._vocab_size)
+        has_values = table.head == "value"
+        self._output = Values() if has_values else LogProbs(actor.chunks, config, self._vocab_size)
         self._pipeline = Pipeline(
             self.model,
             self._output,
@@ -247,8 +247,8 @@ class TrainEngine:
             micro_batch_size,
             seq_length,
             conclude,
-            # a reference is another policy, which routes tokens itself
-            replays=actor.optimizer is not None,
+            # a reference is another policy, which routes tokens itself, and so does a critic
+            replays=actor.optimizer is not None and not has_values,
         )
         self.limits = self._pipeline.limits
         self.data_parallel = self._pipeline.data_parallel
@@ -298,42 +298,6 @@ class TrainEngine:
         reports = self._pipeline.run({"tokens": tokens}, keep, forward_only=True)
         parts = [report["logits"] for report in reports]
         return from_last_stage(parts, (*tokens.shape, self._vocab_size))
-
-
-class ValueEngine:
-    """Training loop of this rank's share of a value model, with a table of value_table.py.
-
-    A batch has `tokens` [B, S], keys that define the sequences (`batches.Batch`), and the keys that
-    the loss function reads. A loss function gets the values [b, S] in float32, 0 for padding.
-
-    Arguments and attributes as those of `TrainEngine`.
-    """
-
-    def __init__(
-        self,
-        actor: Actor,
-        table: ModelTable,
-        micro_batch_size: int,
-        seq_length: int | None = None,
-        conclude: Conclude = conclude_without_job,
-    ) -> None:
-        self.model = LiveModel(actor.chunks, actor.optimizer, table, actor.noop_layers)
-        self.optimizer = ScheduledOptimizer(actor.optimizer, actor.scheduler)
-        self._pipeline = Pipeline(
-            self.model,
-            Values(),
-            self.optimizer,
-            actor.transformer_config,
-            micro_batch_size,
-            seq_length,
-            conclude,
-        )
-        self.limits = self._pipeline.limits
-        self.data_parallel = self._pipeline.data_parallel
-
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> Figures:
-        """Take an optimizer step; see `Pipeline.step`."""
-        return self._pipeline.step(batch, loss_function)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:

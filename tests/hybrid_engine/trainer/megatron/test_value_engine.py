@@ -105,7 +105,7 @@ def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float],
 def test_values_and_steps_equal_transformers(zoo: Zoo, tmp_path: Path, layout: str) -> None:
     """A new head is zero and logged."""
     from hybrid_engine.trainer.megatron.build import build_actor, end_training
-    from hybrid_engine.trainer.megatron.train_engine import ValueEngine
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
     name, settings = LAYOUTS[layout]
     without_head = zoo.saved(MODELS[name])
@@ -116,7 +116,7 @@ def test_values_and_steps_equal_transformers(zoo: Zoo, tmp_path: Path, layout: s
         path = with_head(zoo, MODELS[name], tmp_path / "with_head")
         table = value_table(table_for(read_config(path)))
         actor = build_actor(config, table, read_config(path), dist.get_world_size())
-        engine = ValueEngine(actor, table, config.micro_batch_size)
+        engine = TrainEngine(actor, table, config.micro_batch_size)
         job = Job.join(120)
         share = share_of(engine, make_batch())
 
