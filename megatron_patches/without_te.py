@@ -10,11 +10,6 @@ from megatron_patches.patch import MISSING, Patch, around
 _TRANSFORMER = "megatron.core.transformer"
 
 
-def _build_missing_kernel(original: Any) -> Any:
-    """Return None for a missing kernel, for which megatron checks before it uses the kernel."""
-    return None if original is MISSING else original
-
-
 @around
 def _construct_without_te(original: Any, *args: Any, **kwargs: Any) -> None:
     # megatron-core sets the flag without looking for the package, and only this constructor
@@ -34,7 +29,8 @@ PATCHES = (
         "without_te",
         f"{_TRANSFORMER}.moe.moe_utils:te_general_gemm",
         "is compared with None by the router but undefined without Transformer Engine (NameError)",
-        build=_build_missing_kernel,
+        # megatron compares it with None before it uses it
+        build=lambda original: None if original is MISSING else original,
         may_be_missing=True,
         remove_when="moe_utils defines te_general_gemm without Transformer Engine",
     ),

@@ -44,7 +44,17 @@ def block_scales(
     """
     if form.tensor_scale is not None:
         assert of_tensor is not None
-        return _scales_in_units(largest, form, form.tensor_scale, of_tensor)
+        dtype = getattr(torch, form.scale)
+        if form.tensor_scale.divides:
+            units = of_tensor * (largest / form.element.largest)
+        else:
+            units = largest / (form.element.largest * of_tensor)
+        of_zeros = torch.full_like(units, form.tensor_scale.of_zeros)
+        units = torch.where(units > 0, units, of_zeros)  # NaN if all of the tensor is zero
+        rounded = units.clamp(form.tensor_scale.smallest, torch.finfo(dtype).max).to(dtype).float()
+        rounded = torch.where(rounded == 0, of_zeros, rounded)
+        divisors = rounded / of_tensor if form.tensor_scale.divides else rounded * of_tensor
+        return rounded.to(dtype), divisors
     if form.powers_of_two:
         exponents = (largest.clamp(min=_SMALLEST) / form.element.largest).log2().ceil()
         scales = torch.pow(2.0, exponents)
@@ -76,22 +86,6 @@ def power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:
     rounded = above - 1 + (mantissa >= _ROUNDED_UP / 2)
     stored = (rounded - exponent + _E8M0_BIAS).clamp(0, 254)
     return torch.where(largest > 0, stored, torch.zeros_like(stored)).to(torch.uint8)
-
-
-def _scales_in_units(
-    largest: torch.Tensor, form: BlockFormat, scale: TensorScale, of_tensor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = getattr(torch, form.scale)
-    if scale.divides:
-        units = of_tensor * (largest / form.element.largest)
-    else:
-        units = largest / (form.element.largest * of_tensor)
-    of_zeros = torch.full_like(units, scale.of_zeros)
-    units = torch.where(units > 0, units, of_zeros)  # NaN if all of the tensor is zero
-    rounded = units.clamp(scale.smallest, torch.finfo(dtype).max).to(dtype).float()
-    rounded = torch.where(rounded == 0, of_zeros, rounded)
-    divisors = rounded / of_tensor if scale.divides else rounded * of_tensor
-    return rounded.to(dtype), divisors
 
 
 def elements(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:

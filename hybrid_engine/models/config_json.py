@@ -262,11 +262,6 @@ def _relations(config: Any, config_class: ConfigClass) -> Violations:
                 REMEDY,
                 code="invalid-value",
             )
-    yield from _rotary_relations(config, config_class)
-    yield from _expert_relations(config)
-
-
-def _rotary_relations(config: Any, config_class: ConfigClass) -> Violations:
     rope = getattr(config, "rope_parameters", None) or {}
     # Gemma-3's class has a default for each kind of layer.
     if _KINDS & rope.keys() and not isinstance(config.default_theta, dict):
@@ -288,6 +283,7 @@ def _rotary_relations(config: Any, config_class: ConfigClass) -> Violations:
             "Remove it, or use a family that has it",
             code="unsupported-value",
         )
+    yield from _expert_relations(config)
 
 
 def _expert_relations(config: Any) -> Violations:

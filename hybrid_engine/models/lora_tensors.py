@@ -90,22 +90,17 @@ def adapter_packings(packing: Packing) -> tuple[tuple[Packing, ...], Packing]:
     # v are equal, and B is cut like W.
     if packing.dim == 0:
         packings_of_a = tuple(Replicated(a_name(weight)) for weight in packing.tensors())
-        return packings_of_a, _renamed(packing)
+        # Each kind of packing has different fields for its tensors: a name, or spans.
+        changes: dict[str, Any] = {}
+        for field_ in fields(packing):
+            value = getattr(packing, field_.name)
+            if isinstance(value, Span):
+                changes[field_.name] = Span(b_name(value.tensor), value.start)
+            elif field_.name == "name":
+                changes[field_.name] = b_name(value)
+        return packings_of_a, replace(packing, **changes)
     (weight,) = packing.tensors()
     return (Split(a_name(weight), dim=1),), Replicated(b_name(weight))
-
-
-def _renamed(packing: Packing) -> Packing:
-    """Return the packing of the matrices B of a packing's tensors."""
-    # Each kind of packing has different fields for its tensors: a name, or spans.
-    changes: dict[str, Any] = {}
-    for field_ in fields(packing):
-        value = getattr(packing, field_.name)
-        if isinstance(value, Span):
-            changes[field_.name] = Span(b_name(value.tensor), value.start)
-        elif field_.name == "name":
-            changes[field_.name] = b_name(value)
-    return replace(packing, **changes)
 
 
 def adapter_shapes(

@@ -224,7 +224,19 @@ def run_violations(
     limits = RunLimits.of_config(engines, num_ranks)
     yield from train_violations(arguments)
     yield from limit_violations(arguments, limits, _MOST_PROMPTS)
-    yield from _schedule_violations(engines, arguments.config)
+    # Schedules in place of which the run sets learning rates.
+    optimizers = {"actor_config": engines.actor_config.optimizer}
+    if isinstance(arguments.config, PpoConfig) and engines.critic_config is not None:
+        optimizers["critic_config"] = engines.critic_config.optimizer
+    for section, optimizer in optimizers.items():
+        if optimizer.schedule is not None:
+            key = f"{section}.optimizer.schedule"
+            yield Violation(
+                key,
+                "sets learning rates, which the run sets itself",
+                f"Leave it out, and use schedule and warmup_steps of {arguments.config.name}",
+                code="conflicting-keys",
+            )
     if out is not None:
         yield from _disk_violations(engines, out)
 
@@ -547,22 +559,6 @@ def _size_violations(config: GrpoConfig | PpoConfig, limits: RunLimits) -> Viola
                 f"minibatches x {name} x data parallel ranks (x pipeline ranks, with virtual "
                 "stages): change one of them, or set pack, which needs a multiple of minibatches",
                 code="not-divisible",
-            )
-
-
-def _schedule_violations(engines: HybridConfig, config: GrpoConfig | PpoConfig) -> Violations:
-    """Yield schedules of the engines, in place of which the run sets learning rates."""
-    optimizers = {"actor_config": engines.actor_config.optimizer}
-    if isinstance(config, PpoConfig) and engines.critic_config is not None:
-        optimizers["critic_config"] = engines.critic_config.optimizer
-    for section, optimizer in optimizers.items():
-        if optimizer.schedule is not None:
-            key = f"{section}.optimizer.schedule"
-            yield Violation(
-                key,
-                "sets learning rates, which the run sets itself",
-                f"Leave it out, and use schedule and warmup_steps of {config.name}",
-                code="conflicting-keys",
             )
 
 

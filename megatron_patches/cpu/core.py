@@ -82,11 +82,6 @@ def _new_norm(
     return norm
 
 
-def _build_eager(original: Any) -> Any:
-    """Return the function inside a ``torch.compile`` wrapper."""
-    return getattr(original, "_torchdynamo_orig_callable", original)
-
-
 @around
 def _move_to_cpu(
     original: Function, tensor: Any, as_numpy: bool = False, record_stream: bool = False
@@ -197,7 +192,8 @@ PATCHES: tuple[Patch, ...] = (
             f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
             f"{_CORE}.{target}",
             "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
-            _build_eager,
+            # the function inside a ``torch.compile`` wrapper
+            lambda original: getattr(original, "_torchdynamo_orig_callable", original),
             remove_when="megatron-core decides on call, not on import, whether to compile",
         )
         for target in _COMPILED

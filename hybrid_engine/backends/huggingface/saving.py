@@ -128,7 +128,15 @@ def save_hf_checkpoint(
     source = gather_side(job, weights)
     with job.agreement.phase("planning the checkpoint"):
         tensors = _tensors_to_store(source.holdings.dtypes, table, stored_dtype)
-        stored = plan_files(tensors, file_nbytes)
+        # As transformers would distribute them: a larger tensor is alone in its file.
+        split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=file_nbytes,
+        )
+        files = split.tensor_to_filename
+        stored = {name: replace(tensor, file=files[name]) for name, tensor in tensors.items()}
         ranks = {
             name: index % job.world_size
             for index, names in enumerate(by_file(stored).values())
@@ -288,23 +296,6 @@ def _copy_companions(model_dir: Path, new: Path, dtype: str) -> None:
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
-def plan_files(tensors: StoredTensors, max_file_nbytes: int) -> dict[str, StoredTensor]:
-    """Return tensors with the files to which transformers would distribute them.
-
-    Args:
-        tensors: tensors without a file, in order.
-        max_file_nbytes: maximum bytes of data in a file. A larger tensor is alone in its file.
-    """
-    split = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_file_nbytes,
-    )
-    files = split.tensor_to_filename
-    return {name: replace(tensor, file=files[name]) for name, tensor in tensors.items()}
 
 
 def by_file(stored: StoredTensors) -> dict[str, list[str]]:

@@ -82,6 +82,7 @@ class FsdpTrainEngine:
         self.model = ShardedModel(module, table, job.rank, optimizers, lora_delivery)
         self.optimizer = ScheduledOptimizer(optimizer, schedule)
         self.data_parallel = DataParallelRanks(job.rank, job.world_size, job.device)
+        self._device = job.device
         self._micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
         self._seq_length = seq_length
@@ -186,10 +187,6 @@ class FsdpTrainEngine:
         """Return logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
         parts = micro_batches({"tokens": tokens}, self._micro_batch_size, self._device)
         return torch.cat([self._forward(part.rows).logits.float() for part in parts])
-
-    @property
-    def _device(self) -> torch.device:
-        return self.data_parallel.device
 
     @property
     def _no_packing(self) -> str:
