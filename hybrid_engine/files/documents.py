@@ -96,7 +96,7 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MAX_NBY
         ) from None
 
 
-def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
+def read_yaml(path: str | Path, key: str) -> dict[Any, Any]:
     """Return the mapping in a YAML file, which has names as keys.
 
     Raises:
@@ -104,6 +104,7 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     """
     import yaml
 
+    remedy = "Name a YAML file"
     text = read_text(path, key, remedy, MAX_YAML_NBYTES)
     try:
         value = yaml.load(text, _yaml_loader())

@@ -25,6 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
+from hybrid_engine.backends.training_side import dtype_name
 from hybrid_engine.ranks.torch_internals import PrivateName
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -175,9 +176,9 @@ def shared_caches() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]]:
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
         scratch = parallel_state.get_global_memory_buffer().buffer
-        for (name, dtype), tensor in scratch.items():
-            name_of_dtype = str(dtype).removeprefix("torch.")
-            yield f"megatron-core's memory buffer {name}, {name_of_dtype}", tensor, scratch.clear
+        for (name, _), tensor in scratch.items():
+            owner = f"megatron-core's memory buffer {name}, {dtype_name(tensor)}"
+            yield owner, tensor, scratch.clear
     for owner in (RotaryEmbedding, YarnRotaryEmbedding):
         cache: Any = owner.forward  # an lru_cache object
         if not cache.cache_info().currsize:
