@@ -5,14 +5,13 @@ When a program of patches/upstream finds its fault no more, the work-around and 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.models.test_megatron_bridge import INSTALL
+from tests.hybrid_engine.tools.programs import run_python
 
 UPSTREAM = REPO_ROOT / "patches" / "upstream"
 
@@ -23,7 +22,5 @@ UPSTREAM = REPO_ROOT / "patches" / "upstream"
 def test_the_pinned_version_has_the_fault(name: str) -> None:
     if "bridge" in name and find_spec("megatron.bridge") is None:
         pytest.skip(INSTALL)
-    program = [sys.executable, str(UPSTREAM / name / "reproduce.py")]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 1, run.stdout
+    run = run_python(UPSTREAM / name / "reproduce.py", status=1, timeout=300)
     assert "Traceback" not in run.stderr, run.stderr
