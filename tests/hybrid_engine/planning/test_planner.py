@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,18 +232,11 @@ def test_counted_bytes_match_the_transfers_and_the_lower_bound(case: Case) -> No
 
 
 def test_staging_holds_the_messages_of_two_buckets() -> None:
-    sides = []
-    for rank in (0, 1):
-        parts = [
-            whole(name, (numel,), rank, name, name)
-            for name, numel in (("a", 5), ("b", 6), ("c", 7))
-        ]
-        buffers = {buffer: part.buffers[buffer] for part in parts for buffer in part.buffers}
-        sides.append(
-            Layout(
-                {"a": (5,), "b": (6,), "c": (7,)}, buffers, tuple(part.shards[0] for part in parts)
-            )
-        )
+    sizes = {"a": 5, "b": 6, "c": 7}
+    sides = [
+        Layout.merge(whole(name, (numel,), rank, name, name) for name, numel in sizes.items())
+        for rank in (0, 1)
+    ]
     result = plan(*sides, "xy", 1)
     assert [staging_nbytes(result.buckets, result.relays, rank) for rank in (0, 1)] == [
         2 * (6 + 7)
@@ -299,34 +293,29 @@ def test_box_transfers_equal_the_plan_before_coalescing(case: Case, data: st.Dat
 
 @given(cases())
 def test_fingerprints_depend_on_every_input(case: Case) -> None:
-    fingerprint = plan(case.source, case.destination, case.hosts).fingerprint
-    relayed = plan(case.source, case.destination, case.hosts, relaying_hosts=case.hosts).fingerprint
+    def fingerprint_of(hosts: Sequence[str] = case.hosts, **settings: Any) -> str:
+        return plan(case.source, case.destination, hosts, **settings).fingerprint
+
+    fingerprint = fingerprint_of()
     hosts = (*case.hosts[:-1], "another")
-    alone = [str(rank) for rank in range(len(case.hosts))]
-    shared = ["0"] * len(case.hosts)
-    assert plan(case.source, case.destination, case.hosts, devices=alone).fingerprint == fingerprint
+    assert fingerprint_of(devices=[str(rank) for rank in range(len(hosts))]) == fingerprint
     if len(case.hosts) > len(set(case.hosts)):  # ranks of a host can share a device
-        assert (
-            plan(case.source, case.destination, case.hosts, devices=shared).fingerprint
-            != fingerprint
-        )
-    assert relayed != fingerprint
-    assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
+        assert fingerprint_of(devices=["0"] * len(hosts)) != fingerprint
+    assert fingerprint_of(relaying_hosts=case.hosts) != fingerprint
+    assert fingerprint_of(hosts) != fingerprint
     layout = case.destination
     buffer_id, buffer = min(layout.buffers.items())
     first, *others = layout.shards
     moved = replace(first, place=replace(first.place, offset=10**6))
+    retyped = structs.replace(buffer, dtype="int8")
+    regrouped = structs.replace(buffer, group="other")
     variants = [
         replace(layout, shards=(moved, *others)),
         replace(layout, shards=tuple(others)),
         replace(layout, tensors={**layout.tensors, "more": (2,)}),
         replace(layout, tensors={"more": (2,), **layout.tensors}),
-        replace(
-            layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, dtype="int8")}
-        ),
-        replace(
-            layout, buffers={**layout.buffers, buffer_id: structs.replace(buffer, group="other")}
-        ),
+        replace(layout, buffers={**layout.buffers, buffer_id: retyped}),
+        replace(layout, buffers={**layout.buffers, buffer_id: regrouped}),
     ]
     fingerprints = {Side.split(variant, len(hosts)).fingerprint for variant in (layout, *variants)}
     assert len(fingerprints) == len(variants) + 1
