@@ -49,7 +49,7 @@ test: lint ## Check style, formatting and types, then run the tests (but for tes
 	$(PYTEST) $(PYTEST_ARGS)
 test-fast: $(READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS)
-test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures
+test-faults: $(READY) ## Break real jobs on purpose: kills, stalls, random failures
 	$(PYTEST) -m faults $(PYTEST_ARGS) tests/faults tests/walk tests/hybrid_engine/ranks/test_failure_watch.py
 test-long: $(READY) ## What takes minutes: servers in more families, changed config.json files, whole runs of examples
 	$(PYTEST) -m long $(PYTEST_ARGS) tests

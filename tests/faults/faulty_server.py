@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_engine.files.durable import write_text
 from tests.hybrid_engine.tools.programs import environment_with
 
 _VARIABLE = "FAULTY_SERVER_COMMIT"
@@ -26,9 +27,7 @@ def faulty(directory: Path) -> dict[str, str]:
 
 def fail_in_commit(directory: Path, how: str) -> None:
     """Make the next commit fail: "raise", "kill" or "stop"."""
-    request = directory / "commit-fails"
-    request.with_suffix(".new").write_text(how)
-    request.with_suffix(".new").rename(request)
+    write_text(directory / "commit-fails", how)
 
 
 def _take(request: Path) -> str | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hybrid_engine.files.durable import write_text
 from tests.faults.job import FAULT_VARIABLE, Fault, FaultError
 
 
@@ -74,8 +75,7 @@ def _wrap(module: ModuleType, fault: Fault, happened: Path) -> None:
 
 
 def _inject(fault: Fault, happened: Path) -> None:
-    happened.with_suffix(".new").write_text(str(time.monotonic()))
-    happened.with_suffix(".new").rename(happened)
+    write_text(happened, str(time.monotonic()))
     if fault.kind == "raise":
         raise FaultError(fault.text)
     os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

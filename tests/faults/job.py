@@ -62,53 +62,38 @@ class Job:
 
     Args:
         directory: receives config.yaml and the output.
-        out: the run's directory; default: `run` in `directory`.
         generate: changed keys of `generate_config`.
         prefix: see `Running`.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        out: Path | None = None,
-        generate: Mapping[str, Any] | None = None,
-        prefix: str = "",
+        self, directory: Path, *, generate: Mapping[str, Any] = {}, prefix: str = ""
     ) -> None:
         self.directory = directory
-        self.out = out or directory / "run"
+        self.out = directory / "run"
         self.prefix = prefix
         rl = {"iterations": 100, "warm_up": {"max_steps": 5, "batch_size": 32}}
-        generate = {"timeout_seconds": 60, **(generate or {})}
-        self.config = short_config("tp2_to_dp2.yaml", directory, generate=generate, rl=rl)
+        self.config = short_config(
+            "tp2_to_dp2.yaml", directory, generate={"timeout_seconds": 60, **generate}, rl=rl
+        )
         self._happened = directory / "fault-happened"
 
-    def run(
-        self,
-        fault: Fault | None = None,
-        *options: str,
-        timeout: float = 240,
-        environment: Mapping[str, str] | None = None,
-    ) -> Outcome:
+    def run(self, fault: Fault | None = None, *options: str) -> Outcome:
         """Start the job, wait until its last process has ended, and inspect leftovers.
 
         Args:
             fault: fault to inject.
             options: options of the example, such as "rl_config.iterations=3".
-            timeout: seconds until all processes are killed.
-            environment: additional variables.
         """
-        with self.started(fault, *options, environment=environment) as running:
-            running.wait(timeout)
+        with self.started(fault, *options) as running:
+            running.wait(240)
         return running.outcome(self.fault_time)
 
     @contextmanager
     def started(
-        self,
-        fault: Fault | None = None,
-        *options: str,
-        environment: Mapping[str, str] | None = None,
+        self, fault: Fault | None = None, *options: str, **environment: str
     ) -> Iterator[Running]:
+        """The running job; `environment` has additional variables."""
         self._happened.unlink(missing_ok=True)
         program = [
             "-m",
@@ -120,8 +105,8 @@ class Job:
             *options,
         ]
         variable = json.dumps([None if fault is None else asdict(fault), str(self._happened)])
-        environment = {"OMP_NUM_THREADS": "1", FAULT_VARIABLE: variable, **(environment or {})}
-        with Running([*_TORCHRUN, *program], self.directory, environment, self.prefix) as running:
+        variables = {"OMP_NUM_THREADS": "1", FAULT_VARIABLE: variable, **environment}
+        with Running([*_TORCHRUN, *program], self.directory, variables, self.prefix) as running:
             yield running
 
     @property

@@ -31,6 +31,7 @@ import torch
 from hybrid_engine import ActorHybridWorker, Sampling, load_config
 from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.files.durable import write_text
 from hybrid_engine.switch.states import State
 from hybrid_engine.tools.launching import Ended, run_started
 from tests.harness.launch import REPO_ROOT, end_with_launcher
@@ -142,10 +143,7 @@ class Trainers:
         """
         number = next(self._numbers)
         command = self._directory / f"command{number}.json"
-        command.with_suffix(".new").write_text(
-            json.dumps([action, None if fault is None else asdict(fault)])
-        )
-        command.with_suffix(".new").rename(command)
+        write_text(command, json.dumps([action, None if fault is None else asdict(fault)]))
         paths = [self._directory / f"result{number}-{rank}.json" for rank in range(NUM_RANKS)]
         self._has_lost |= fault is not None and fault.ends_trainer
         stopped = (
@@ -262,8 +260,7 @@ def run_commands(directory: str, model: str, url: str) -> None:
             result, error = _do(worker, action, fault, trained)
             trained = digest(worker) if action == "train" else trained
             path = command.with_name(f"result{number}-{worker.rank}.json")
-            path.with_suffix(".new").write_text(json.dumps(asdict(result)))
-            path.with_suffix(".new").rename(path)
+            write_text(path, json.dumps(asdict(result)))
             if action == "end":
                 return
             if error is not None and fault is not None and fault.ends_trainer:

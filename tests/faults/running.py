@@ -28,6 +28,7 @@ from tests.harness.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
 _POLL_INTERVAL = 0.1
+_SECONDS_TO_FOLLOW = 10.0
 _RANK_MESSAGE = re.compile(r"^rank \d", re.MULTILINE)
 _TORCHRUN_MESSAGE = re.compile(r"[WE]\d{4} ")
 # Resource trackers of multiprocessing clean up after their process has ended.
@@ -45,8 +46,8 @@ class Outcome:
         seconds_to_message: time from the fault to the first line of a rank about it.
         total_seconds: time from the start to the end of the last process.
         terminal: output of all processes.
-        survivors: command lines of processes that survived the command for some time.
-        shared_memory: names left in /dev/shm.
+        leftovers: command lines of processes that survived the command for some time, and names
+            left in /dev/shm.
     """
 
     status: int | None
@@ -54,12 +55,7 @@ class Outcome:
     seconds_to_message: float | None
     total_seconds: float
     terminal: str
-    survivors: Sequence[str]
-    shared_memory: Sequence[str]
-
-    @property
-    def leftovers(self) -> list[str]:
-        return [*self.survivors, *self.shared_memory]
+    leftovers: list[str]
 
     @property
     def message(self) -> str:
@@ -157,26 +153,25 @@ class Running:
                 continue
         return command_lines
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 200) -> None:
-        """Wait for `condition`. Fail if the command ends before, or after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`. Fail if the command ends before, or after 200 s."""
+        deadline = time.monotonic() + 200
         while not condition():
             assert self.launcher.poll() is None, self.terminal
             assert time.monotonic() < deadline, self.terminal
             time.sleep(_POLL_INTERVAL)
 
-    def wait(self, timeout: float, *, seconds_to_follow: float = 10.0) -> None:
-        """Wait until the command and all of its processes have ended, for at most `timeout`
-        seconds.
+    def wait(self, timeout: float) -> None:
+        """Wait until the command and all its processes have ended, for at most `timeout` seconds.
 
-        A process that is alive `seconds_to_follow` after the end of the command is a survivor.
+        A process that is alive `_SECONDS_TO_FOLLOW` after the end of the command is a survivor.
         """
         deadline = time.monotonic() + timeout
         has_ended = False
         while time.monotonic() < deadline:
             if not has_ended and self.launcher.poll() is not None:
                 has_ended = True
-                deadline = time.monotonic() + seconds_to_follow
+                deadline = time.monotonic() + _SECONDS_TO_FOLLOW
             alive = self.processes()
             if self._reported is None and _RANK_MESSAGE.search(self.terminal):
                 self._reported = time.monotonic()
@@ -198,8 +193,7 @@ class Running:
             else self._reported - fault_time,
             total_seconds=ended - self.started,
             terminal=self.terminal,
-            survivors=self._survivors,
-            shared_memory=sorted(self._left_in_shared_memory()),
+            leftovers=[*self._survivors, *sorted(self._left_in_shared_memory())],
         )
 
     def _names(self) -> set[str]:

@@ -1,21 +1,15 @@
-"""A rank, or a whole job of two, is killed in a save: the old or the new checkpoint loads whole.
-
-python -m tests.faults.test_killed_saves 60 7  # kills, seed; prints starts and findings
-"""
+"""A rank, or a job of two, is killed in a save: the old or the new checkpoint loads whole."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.faults.test_killed_runs import Findings, check_kills, kill_often
 from tests.harness.kills import kill_before
 from tests.harness.launch import Ranks
 from tests.zoo.tiny_models import Zoo
@@ -69,17 +63,17 @@ def resume_and_save(model: Path, root: Path, instant: Instant) -> int:
         return num_steps()
 
 
-def kill_saves(directory: Path, num_kills: int, seed: int, log: Callable[[str], None]) -> Findings:
+@pytest.mark.parametrize("num_kills", [6, pytest.param(60, marks=pytest.mark.faults)])
+def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(
+    ranks: Ranks, tmp_path: Path, num_kills: int
+) -> None:
     """Kill at instants spread over the whole save; each start checks what the last kill left."""
-    findings = Findings()
-    model = Zoo(directory).path("qwen2")
-
-    receipt = directory / LOADED
-    launcher = Ranks(with_engines=False)
+    model = Zoo(tmp_path).path("qwen2")
+    receipt = tmp_path / LOADED
 
     def start(instant: Instant) -> list[int]:
-        findings.starts += 1
-        return launcher.launch(resume_and_save, 2, model, directory, instant, timeout=100)
+        receipt.unlink(missing_ok=True)
+        return ranks.launch(resume_and_save, 2, model, tmp_path, instant, timeout=100)
 
     start(NEVER)
     instants = [
@@ -89,34 +83,16 @@ def kill_saves(directory: Path, num_kills: int, seed: int, log: Callable[[str], 
             range(num_steps), ("one", "all"), (True, False)
         )
     ]
-    log(f"{len(instants)} instants")
-    first = random.Random(seed).random()
-    places = ((number + first) * len(instants) / num_kills for number in range(num_kills))
     version = 1
-    for instant in [*(instants[int(place)] for place in places), NEVER]:
-        receipt.unlink()
-        failure = ""
-        try:
+    for number in range(num_kills):
+        instant = instants[(2 * number + 1) * len(instants) // (2 * num_kills)]
+        with pytest.raises(AssertionError):
             start(instant)
-        except AssertionError as error:
-            failure = str(error)
-            findings.kills[f"{instant.victims} on rank {instant.rank}"] += 1
-        loaded = int(receipt.read_text()) if receipt.exists() else -1
-        left = sorted(path.name for path in (directory / "saves").iterdir())
-        log(f"version {loaded} loaded whole; {instant}, leaving {left}")
-        is_expected = bool(failure) if instant is not NEVER else len(left) == 2 and not failure
-        if loaded - version not in (0, 1) or not is_expected:
-            findings.wrong.append(f"{instant} of version {version}, loaded as {loaded}: {failure}")
-            break
+        loaded = int(receipt.read_text())
+        left = sorted(path.name for path in (tmp_path / "saves").iterdir())
+        print(f"version {loaded} loaded whole; {instant}, leaving {left}")
+        assert loaded - version in (0, 1), instant
         version = loaded
-    return findings
-
-
-@pytest.mark.parametrize("num_kills", [6, pytest.param(60, marks=pytest.mark.faults)])
-@pytest.mark.ranks
-def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, num_kills: int) -> None:
-    check_kills(kill_saves, tmp_path, num_kills)
-
-
-if __name__ == "__main__":
-    kill_often(kill_saves, *sys.argv[1:])
+    start(NEVER)
+    assert int(receipt.read_text()) - version in (0, 1)
+    assert len(list((tmp_path / "saves").iterdir())) == 2

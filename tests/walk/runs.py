@@ -1,11 +1,7 @@
-"""Walks on ranks.
-
-python -m tests.walk.runs --trainer fsdp2 --ranks 1 --seeds 0:20 --steps 40
-"""
+"""Walks on ranks."""
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import pickle
@@ -56,14 +52,13 @@ def walks(
     return findings
 
 
-def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) -> list[Findings]:
-    """Make every call in every state from number `first` on, with a new engine after a wrong
-    one."""
+def plans(directory: str, trainer: str) -> list[Findings]:
+    """Make every call in every state, with a new engine after a wrong one."""
     settings = {"incremental": "auto", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
-    started = time.monotonic()
+    first = 0
     names = [""]
     findings = []
-    while first < len(names) and time.monotonic() - started < seconds:
+    while first < len(names):
         with walking(directory, trainer, first, settings, 0.0) as walk:
             names = walk.plans()
             findings.append(walk.follow(names[first:]))
@@ -178,8 +173,7 @@ def launched(
     """Walk on new ranks until a rank dies or the ranks lose each other."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            findings = engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
-            return findings
+            return engines.launch(function, num_ranks, directory, *call, timeout=timeout)[0]
         except AssertionError as crashed:
             done = sorted(
                 Path(directory).glob("*.findings0"), key=lambda path: path.stat().st_mtime
@@ -209,39 +203,3 @@ def _crash(directory: Path, error: AssertionError) -> Findings:
         0, sum(line.startswith("plan ") for line in history) - 1
     )
     return Findings(seed, first.partition(", ")[2], f"a rank died: {reason} {frames[:6]}", history)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trainer", default="fsdp2", choices=TRAINERS + SERVED)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seeds", default="0:10")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--faults", type=float, default=0.3)
-    parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument(
-        "--plans", action="store_true", help="every call once, in place of random walks"
-    )
-    parser.add_argument("--last", type=int, default=12)
-    options = parser.parse_args()
-    first, _, end = options.seeds.partition(":")
-    seeds = range(int(first), int(end or int(first) + 1))
-    findings = []
-    deadline = time.monotonic() + options.seconds
-    while seeds and (left := deadline - time.monotonic()) > 0:
-        function, *call = walks, options.trainer, seeds, options.steps, options.faults, left
-        if options.plans:
-            function, *call = plans, options.trainer, seeds.start, left
-        new = launched(Ranks(with_engines=True), options.ranks, function, *call, timeout=left + 90)
-        for walk in new:
-            if walk.wrong:
-                print(story(walk, options.last), end="\n\n", flush=True)
-        findings += new
-        if not new or (options.plans and not new[-1].wrong.startswith("a rank died")):
-            break
-        seeds = range(new[-1].seed + 1, seeds.stop)
-    print(report(findings))
-
-
-if __name__ == "__main__":
-    main()
