@@ -17,9 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.switch import setup
+from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.context import RelayBuffers
 from hybrid_engine.transports.router import export_handles
@@ -30,6 +32,7 @@ from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import check_error, outcome_of
 from tests.hybrid_engine.transports.relay_ranks import HOSTS, RESHARDS, Rank, Reshard
 
+HEADERS_AND_PADDING = 1 << 16
 ByRank = list[dict[str, object]]
 """Results of each rank, by name."""
 
@@ -95,7 +98,7 @@ def run_with_deltas(make: Callable[[], Reshard], job: Job) -> dict[str, object]:
     }
 
 
-def switch_with_manager() -> dict[str, object]:
+def switch_with_manager() -> dict[str, ReshardReport]:
     """Switch with relays, with relays on host b only, and with messages; returns reports."""
     host = HOSTS[dist.get_rank()]
     reports = {}
@@ -108,8 +111,14 @@ def switch_with_manager() -> dict[str, object]:
             report = rig.fill()
             rig.assert_is(INFER)
             rig.manager.enter(TRAIN)
+        plan = rig.manager.plan
+        planned = staging_nbytes(plan.buckets, plan.relays, rig.job.rank)
+        # Allocated in every switch. Messages within a host are not planned.
+        surplus = report.staging_bytes - planned
+        assert planned > 0
+        assert case == "collective" or 0 <= surplus < HEADERS_AND_PADDING
         rig.close()
-        reports[case] = report.as_dict()
+        reports[case] = report
     return reports
 
 
@@ -257,22 +266,21 @@ def test_the_manager_relays_if_all_ranks_of_a_host_can(four_processes: ByRank):
     for rank, results in enumerate(four_processes):
         reports = results["manager"]
         for report in reports.values():
-            assert report["bytes_received"] == report["bytes_least"] == 3 * quarter
+            assert report.bytes_received == report.bytes_least == 3 * quarter
         relayed, apart, messages = (
             reports[case] for case in ("relayed", "host a cannot", "collective")
         )
-        assert relayed["staging_bytes"] > 0  # allocated in every switch
-        assert messages["bytes_by_transport"] == {"collective": 3 * quarter}
-        assert messages["pairs_by_transport"] == {"collective": 3}
+        assert messages.bytes_by_transport == {"collective": 3 * quarter}
+        assert messages.pairs_by_transport == {"collective": 3}
         is_on_a = HOSTS[rank] == "a"
         straight = {"collective": 2 * quarter, "shared_memory": quarter}
-        assert (apart["bytes_by_transport"] == straight) is is_on_a
-        assert set(relayed["bytes_by_transport"]) == {"collective", "shared_memory"}
-        assert sum(relayed["bytes_by_transport"].values()) == 3 * quarter
-        assert relayed["bytes_by_transport"]["collective"] == relayed["bytes_across_hosts"]
+        assert (apart.bytes_by_transport == straight) is is_on_a
+        assert set(relayed.bytes_by_transport) == {"collective", "shared_memory"}
+        assert sum(relayed.bytes_by_transport.values()) == 3 * quarter
+        assert relayed.bytes_by_transport["collective"] == relayed.bytes_across_hosts
     for first in (0, 2):
         entered = [
-            four_processes[rank]["manager"]["relayed"]["bytes_across_hosts"]
+            four_processes[rank]["manager"]["relayed"].bytes_across_hosts
             for rank in (first, first + 1)
         ]
         assert sum(entered) == 2 * quarter
