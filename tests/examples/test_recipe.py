@@ -12,6 +12,7 @@ from hybrid_engine import Completion, load_config
 from hybrid_engine.rl.run_settings import RunSettings
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.tools.programs import invoke
+from tests.zoo.families import write_config
 from tests.zoo.published_configs import QWEN2_5_0_5B
 from tests.zoo.tokenizers import save_characters
 
@@ -20,7 +21,7 @@ RECIPE = REPO_ROOT / "examples" / "recipes" / "qwen2.5_0.5b_gsm8k.yaml"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_0_5B))
+    write_config(tmp_path, QWEN2_5_0_5B)
     return tmp_path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from examples.gpt_rl import make_data, task
 from hybrid_engine.errors import ConfigError
+from tests.zoo.families import read_config
 
 EXAMPLE = Path(task.__file__).parent
 SUM = task.Problem("07+35=", "042")
@@ -22,7 +22,7 @@ def test_encoding_and_decoding_restore_the_text(text: str) -> None:
 
 
 def test_tokens_fit_the_model() -> None:
-    config = json.loads((EXAMPLE / "model" / "config.json").read_text())
+    config = read_config(EXAMPLE / "model")
     ids = [*task.encode(task.CHARACTERS), task.END, task.PADDING]
     assert sorted(ids) == list(range(task.VOCAB_SIZE)) == list(range(config["vocab_size"]))
     assert (config["eos_token_id"], config["pad_token_id"]) == (task.END, task.PADDING)

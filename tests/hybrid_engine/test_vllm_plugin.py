@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hybrid_engine.tools.programs import run_python
+from tests.zoo.families import write_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,9 +50,7 @@ def print_last(value):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+    return write_config(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture

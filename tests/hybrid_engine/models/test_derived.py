@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hybrid_engine.models.derived import derived_table, model_class
 from tests.harness.errors import refused, violated
 from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
-from tests.zoo.families import FAMILIES, tiny_config
+from tests.zoo.families import FAMILIES, tiny_config, write_config
 from tests.zoo.vision_models import SMALL_VISION
 
 UNUSUAL = {"gpt2", "gemma2", "gemma3"}  # families with other names in checkpoints
@@ -29,7 +28,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
 @pytest.mark.parametrize("architecture", SMALL)
 def test_a_derived_table_equals_a_saved_checkpoint(architecture: str, tmp_path: Path) -> None:
     config = small_config(architecture)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, config)
     hf_config = AutoConfig.from_pretrained(tmp_path)
     model = model_class(architecture)._from_config(hf_config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
@@ -51,7 +50,7 @@ def test_a_derived_table_equals_a_saved_checkpoint(architecture: str, tmp_path: 
 
 @pytest.mark.parametrize(("actor", "is_derived"), [({"fsdp": {}}, True), ({}, False)])
 def test_fsdp2_asks_no_written_table(actor: Values, is_derived: bool, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
+    write_config(tmp_path, tiny_config("qwen3"))
     actor = {"params_dtype": "float32", "seq_length": 32, **actor}
     config = load_config({"model": str(tmp_path), "random_weights": True, "actor_config": actor}, 1)
     assert config.table().is_derived == is_derived
@@ -152,13 +151,13 @@ def test_megatron_needs_rules_and_builds_only_models_with_tables(tmp_path: Path)
         "random_weights": True,
         "generate_config": {"max_model_len": 64},
     }
-    (tmp_path / "config.json").write_text(json.dumps(small_config("AfmoeForCausalLM")))
+    write_config(tmp_path, small_config("AfmoeForCausalLM"))
     with violated(ConfigError, ("model", "unknown-architecture")) as refusal:
         load_config({**values, "actor_config": actor}, 1)
     assert all(name in str(refusal.value) for name in ("AfmoeForCausalLM", *TABLES))
     load_config({**values, "actor_config": {**actor, "fsdp": {}}}, 1)
 
-    (tmp_path / "config.json").write_text(json.dumps(small_config("MistralForCausalLM")))
+    write_config(tmp_path, small_config("MistralForCausalLM"))
     with violated(ConfigError, ("model", "not-built")):
         load_config({**values, "actor_config": actor}, 1)
     # The user builds the model.

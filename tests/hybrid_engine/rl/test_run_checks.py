@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,15 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.rl import GrpoConfig, PpoConfig, run_checks, train
 from tests.harness.errors import has_violations, violated, violations_of
 from tests.hybrid_engine.rl.test_starting import MODEL, PROMPTS, start
+from tests.zoo.families import read_config, write_config
 from tests.zoo.tokenizers import save_characters
 
 
 def with_tokenizer(directory: Path) -> Path:
     """Return a model whose vocabulary has the tokens of `save_characters`."""
     shutil.copytree(MODEL, directory, dirs_exist_ok=True)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    config = read_config(directory)
+    write_config(directory, {**config, "vocab_size": 256})
     save_characters(directory)
     return directory
 
@@ -189,7 +189,7 @@ def test_valid_arguments_reach_the_engines(name: str, value: Any) -> None:
 def test_lengths_are_bounded_by_what_the_engines_may_accept(
     changed: dict[str, Any], bound: int
 ) -> None:
-    config = json.loads((MODEL / "config.json").read_text())
+    config = read_config(MODEL)
     engines = load_config({"model": str(MODEL), "random_weights": True}, 1)
     with mock.patch.object(type(engines), "hf_config", return_value=config | changed):
         assert run_checks._longest_sequence(engines) == bound

@@ -43,7 +43,7 @@ from tests.harness.values import Values
 from tests.hybrid_engine.backends.fsdp.test_names import compiled_layers, lora_on, model_of
 from tests.hybrid_engine.models.small_configs import variant_config
 from tests.zoo import sharded_models
-from tests.zoo.families import SERVED_VARIANTS, served_config, write_config
+from tests.zoo.families import SERVED_VARIANTS, read_config, served_config, write_config
 
 
 def test_a_torch_older_than_tested_is_refused() -> None:
@@ -96,7 +96,7 @@ def test_models_of_every_family_match_their_config(tmp_path: Path, variant: str)
     model.set_attn_implementation("eager")
     require_configured(model)
     with ExitStack() as owner:
-        written = json.loads((_model_directory(model, owner) / "config.json").read_text())
+        written = read_config(_model_directory(model, owner))
         assert table_for(written) == table_for(served_config(variant))
 
 

@@ -25,6 +25,7 @@ from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, Shape, contiguous_strides
 from tests.harness.errors import has_code, has_violations, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
+from tests.zoo.families import read_config
 
 SHAPES: dict[str, Shape] = {"a": (30,), "b": (2, 3), "c": ()}
 ONE_FILE = 10**9
@@ -316,7 +317,7 @@ def test_an_existing_configuration_is_kept(tmp_path: Path) -> None:
     for model_dir in (None, tmp_path):  # nothing to copy from, or the directory itself
         (tmp_path / "config.json").write_text('{"torch_dtype": "float16", "a": 1}')
         save(tmp_path, model_dir=model_dir)
-        assert json.loads((tmp_path / "config.json").read_text()) == {
+        assert read_config(tmp_path) == {
             "torch_dtype": "float32",
             "a": 1,
         }

@@ -16,6 +16,7 @@ from hybrid_engine.tools.verify.cases import case_of
 from hybrid_engine.tools.verify.small_models import Divisors, reduced_config
 from tests.hybrid_engine.tools.programs import run_python
 from tests.hybrid_engine.tools.verify.test_verify import kinds
+from tests.zoo.families import read_config, write_config
 from tests.zoo.published_configs import PUBLISHED_VISION
 from tests.zoo.vision_models import SMALL_VISION, required_environment, write_vision_model
 
@@ -55,7 +56,7 @@ def test_layers_of_a_special_kind_keep_their_places() -> None:
 
 def test_models_without_a_processor_are_refused(tmp_path: Path) -> None:
     config = {"architectures": [QWEN3_VL], **SMALL_VISION[QWEN3_VL]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, config)
     for call in (
         lambda: case_of("small", tmp_path, tmp_path / "small", 1, {"fsdp": {}}, {}),
         lambda: certify.prepare(tmp_path, "small", (), tmp_path / "scratch"),
@@ -115,14 +116,14 @@ def test_certify_of_a_model_of_images(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_torchvision")
 def test_verify_of_a_model_of_images(tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "published", QWEN3_VL)
-    config = json.loads((model / "config.json").read_text())
+    config = read_config(model)
     config["text_config"] |= {"num_hidden_layers": 12, "hidden_size": 256}
     config["vision_config"] |= {
         "depth": 9,
         "out_hidden_size": 256,
         "deepstack_visual_indexes": [2, 5],
     }
-    (model / "config.json").write_text(json.dumps(config))
+    write_config(model, config)
     sizes = {"infer_tensor_parallel_size": 2}
     case = case_of("small", model, tmp_path / "small", 2, {"fsdp": {}}, sizes)
     (verdict,) = verify.run_cases([case], 2, 500)

@@ -33,7 +33,7 @@ from hybrid_engine.tools.verify.small_models import VOCABULARY, Divisors, reduce
 from tests.harness.values import Values
 from tests.hybrid_engine.tools.programs import invoke
 from tests.zoo import published_configs
-from tests.zoo.families import INFER_KEYS, TRAIN_KEYS, write_config
+from tests.zoo.families import INFER_KEYS, TRAIN_KEYS, read_config, write_config
 
 GOOD = Verdict(
     "case",
@@ -236,7 +236,7 @@ def test_small_models_satisfy_the_published_layouts(
         {"model": str(published), **sections}, ranks, weights_only=True, own_weights=True
     )
     case = case_of("case", published, tmp_path / "small", ranks, *values_to_verify(config))
-    small = table_for(json.loads((Path(case.model) / "config.json").read_text()))
+    small = table_for(read_config(Path(case.model)))
     assert small.dims.num_layers == num_layers
     assert sum(map(math.prod, small.shapes.values())) < 8e7
     reduced = case.config(ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.fsdp.actor import build_sharded_model
 from tests.harness.errors import has_violations
+from tests.zoo.families import write_config
 from tests.zoo.vision_models import SMALL_VISION
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # imports transformers' models
 @pytest.fixture
 def llava(tmp_path: Path) -> Path:
     config = {"architectures": [LLAVA], "dtype": "float32", **SMALL_VISION[LLAVA]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, config)
     return tmp_path
 
 
