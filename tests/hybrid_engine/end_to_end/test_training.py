@@ -54,7 +54,7 @@ def test_losses_and_state_are_bitwise_those_of_training_without_switches(
 ) -> None:
     """Switch after each update. A switch offloads everything, and is not counted as an update."""
     actor = {**TWO_RANKS, **FOUR_RANKS}[case]
-    train_with_switches(model, actor)  # Some groups of a worker stay until the next one is built.
+    train_with_switches(model, actor, 1)  # some groups stay until the next worker is built
     num_threads = num_gloo_threads()
     losses, state = train_with_switches(model, actor)
     # Threads can be fewer than before if an earlier worker was just collected.
@@ -73,12 +73,14 @@ def test_losses_and_state_are_bitwise_those_of_training_without_switches(
 
 
 @real_collector()
-def train_with_switches(model: Path, actor: Values) -> tuple[list[float], Values]:
+def train_with_switches(
+    model: Path, actor: Values, num_updates: int = NUM_UPDATES
+) -> tuple[list[float], Values]:
     """Return the losses and the digests of the state; check that nothing of the worker is left."""
     worker = workers.build_worker(model, actor)
     losses = []
     offloaded = []
-    for number in range(NUM_UPDATES):
+    for number in range(num_updates):
         with worker.train_context():
             losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
             training_nbytes = sum(item.tensor.nbytes for item in worker.train.offload_items())
@@ -90,10 +92,10 @@ def train_with_switches(model: Path, actor: Values) -> tuple[list[float], Values
     assert (
         offloaded[0] >= 1
     )  # includes position embeddings cached by the forward pass of `check_compute`
-    assert offloaded[1:] == [1.0] * (NUM_UPDATES - 1)
+    assert offloaded[1:] == [1.0] * (num_updates - 1)
     with worker.train_context():
         state = training_state(worker.train)
-    assert worker.train.version == NUM_UPDATES
+    assert worker.train.version == num_updates
     chunk = weakref.ref(worker.train.chunks[0])
     assert not shut_down(worker), "vLLM's model outlives its worker"
     del worker
