@@ -41,8 +41,6 @@ FEW = {
     "NemotronHForCausalLM": TENSOR,
     # Fused projections; vLLM runs transformers' modules.
     "SmolLM3ForCausalLM": TENSOR,
-    # Replicas of vLLM.
-    "MistralForCausalLM": {},
     # Stages of vLLM, which then only loads on a CPU.
     "Glm4MoeLiteForCausalLM": {"infer_pipeline_parallel_size": 2},
 }
