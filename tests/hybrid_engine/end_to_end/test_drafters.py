@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.timeout(900)]
 
 NUM_LAYERS = 4
 MTP_LAYER = f"model.layers.{NUM_LAYERS}."
-NUM_UPDATES = 3
-STEPS_PER_UPDATE = 16
+NUM_UPDATES = 2
+STEPS_PER_UPDATE = 24
 PERIOD = 12
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 DRAFTING = {"verify": "full", "vllm": MTP}
