@@ -531,6 +531,7 @@ def _checked_config(
         "actor_config.fsdp": config.actor_config.fsdp is None,
         "actor_config.params_dtype": config.actor_config.params_dtype != dtype,
         "actor_config.frozen_parameters": config.actor_config.frozen_parameters,
+        "actor_config.lora": config.actor_config.lora,
     }
     require_none(
         Violation(key, "contradicts `model`, an object", "Leave it out", code="conflicting-keys")

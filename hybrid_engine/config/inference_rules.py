@@ -267,7 +267,9 @@ def _arguments_of_programs(context: JobContext) -> dict[str, str]:
             continue  # allowed, or reported by the rules above
         close = None if argument in known else nearest(name, IN_FILES)
         danger = "vLLM might import, open or fetch its value"
-        problems[f"generate_config.vllm.{name}"] = f"it is close to {close}" if close else danger
+        problems[f"generate_config.vllm.{name}"] = (
+            f"it is close to {close}" if close else danger
+        )
     return problems
 
 
@@ -425,7 +427,7 @@ INFERENCE: list[Constraint[JobContext]] = [
     # FSDP2 takes its adapters from the live model, which is not known yet.
     Constraint(
         "generate_config.lora_delivery",
-        "lora_delivery adapter needs lora (with fsdp, LoRA in the model); merge also takes the "
+        "lora_delivery adapter needs lora (or, with fsdp, LoRA in the model); merge also takes the "
         "adapters of an attached model.",
         lambda context: (
             context.generate.lora_delivery == "adapter"

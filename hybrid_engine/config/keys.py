@@ -255,6 +255,10 @@ class OverridesConfig(Section):
     """Fields of DistributedDataParallelConfig, e.g. `{bucket_size: 40000000}`."""
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's name of all linear layers but the head."""
+
+
 class LoraConfig(Section):
     """`actor_config.lora`: low-rank adapters, trained on frozen weights."""
 
@@ -268,7 +272,8 @@ class LoraConfig(Section):
         "linear_fc1",
         "linear_fc2",
     )
-    """Megatron's names of the linear layers, also of experts."""
+    """Megatron's names of the linear layers, also of experts. With fsdp transformers' names, such
+    as q_proj, or all-linear, its default: all but the head."""
 
 
 class FsdpConfig(Section):
@@ -340,7 +345,7 @@ class ActorConfig(Section):
     """Gather parameters during the forward pass; a switch waits for them."""
     params_dtype: Dtype = "bfloat16"
     """Dtype of the training weights; without compress_reshard also of vLLM's. Default with fsdp:
-    float32."""
+    float32. Adapters of fsdp are float32 in any."""
     micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
@@ -374,10 +379,13 @@ class ActorConfig(Section):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _dtype_of_fsdp(cls, values: Any) -> Any:
-        """Return the values with FSDP2's default of `params_dtype`, the only one that it trains."""
-        if isinstance(values, dict) and values.get("fsdp") is not None:
-            return {"params_dtype": "float32", **values}
+    def _defaults_of_fsdp(cls, values: Any) -> Any:
+        """Return the values with FSDP2's defaults: the dtype that it trains, PEFT's modules."""
+        if not isinstance(values, dict) or values.get("fsdp") is None:
+            return values
+        values = {"params_dtype": "float32", **values}
+        if isinstance(values.get("lora"), dict):
+            values["lora"] = {"target_modules": [ALL_LINEAR], **values["lora"]}
         return values
 
     def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:

@@ -133,7 +133,7 @@ class JobContext(TrainingContext):
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """LoRA of Megatron's model that vLLM gets as an adapter; None if it is merged."""
+        """LoRA of the configuration that vLLM gets as an adapter; None if it is merged."""
         return self.actor.lora if self.generate.lora_delivery == "adapter" else None
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 
-from hybrid_engine.config.keys import ActorConfig, FsdpConfig, LoraConfig
+from hybrid_engine.config.keys import ALL_LINEAR, ActorConfig, FsdpConfig, LoraConfig
 from hybrid_engine.config.override_rules import OVERRIDES
 from hybrid_engine.config.rules import Constraint, TrainingContext, size_constraints
 from hybrid_engine.errors import Violation, Violations, shortened
@@ -37,6 +37,19 @@ def _wsd_is_too_long(context: TrainingContext) -> bool:
     if schedule.lr_decay_style != "WSD" or num_steps is None or num_wsd is None:
         return False
     return schedule.num_warmup_steps + num_wsd > num_steps
+
+
+def _unknown_targets(context: TrainingContext) -> Iterator[str]:
+    if context.actor.lora is None:
+        return
+    modules = {*linear_modules(context.table)}
+    if context.actor.fsdp is not None:
+        shapes = context.table.shapes
+        matrices = [name.removesuffix(".weight") for name in shapes if len(shapes[name]) > 1]
+        modules = {ALL_LINEAR, *(name.rpartition(".")[2] for name in matrices)}
+    unknown = [target for target in context.actor.lora.target_modules if target not in modules]
+    if unknown:
+        yield f"{', '.join(unknown)}, but the model has {', '.join(sorted(modules))}"
 
 
 TRAINING: list[Constraint[TrainingContext]] = [
@@ -141,6 +154,18 @@ TRAINING: list[Constraint[TrainingContext]] = [
         ),
         code="is-needed",
     ),
+    Constraint(
+        "actor_config.lora",
+        "target_modules are linear layers of the model.",
+        _unknown_targets,
+        code="unknown-target-modules",
+    ),
+    Constraint(
+        "actor_config.lora",
+        "target_modules is not empty, so that something is trained.",
+        lambda context: context.actor.lora is not None and not context.actor.lora.target_modules,
+        code="nothing-is-trained",
+    ),
 ]
 """Rules for every trainer."""
 
@@ -215,15 +240,6 @@ def _with_adapter(name: str, lora: LoraConfig | None) -> list[str]:
     # The adapter wraps its linear layer, so three names replace that of the weight.
     parts = ("to_wrap", "adapter.linear_in", "adapter.linear_out")
     return [f"{module}.{part}.weight" for part in parts]
-
-
-def _unknown_targets(context: TrainingContext) -> Iterator[str]:
-    if context.actor.lora is None:
-        return
-    modules = linear_modules(context.table)
-    unknown = [target for target in context.actor.lora.target_modules if target not in modules]
-    if unknown:
-        yield f"{', '.join(unknown)}, but the model has {', '.join(sorted(modules))}"
 
 
 _GRANULARITIES = {
@@ -370,18 +386,6 @@ MEGATRON: list[Constraint[TrainingContext]] = [
         code="needs-overlap-grad-reduce",
     ),
     Constraint(
-        "actor_config.lora",
-        "target_modules are linear layers of the model.",
-        _unknown_targets,
-        code="unknown-target-modules",
-    ),
-    Constraint(
-        "actor_config.lora",
-        "target_modules is not empty, so that something is trained.",
-        lambda context: context.actor.lora is not None and not context.actor.lora.target_modules,
-        code="nothing-is-trained",
-    ),
-    Constraint(
         "actor_config.recompute_granularity",
         "recompute_method and recompute_num_layers go with recompute_granularity full, "
         "recompute_modules with selective.",
@@ -430,6 +434,7 @@ _OF_ANY_TRAINER = frozenset(
         "seq_length",
         "seed",
         "optimizer",
+        "lora",
         "frozen_parameters",
         "fsdp",
     }
@@ -480,9 +485,13 @@ FSDP: list[Constraint[TrainingContext]] = [
     ),
     Constraint(
         "actor_config.params_dtype",
-        "With FSDP2, params_dtype is float32, because a step changes the parameters themselves: "
-        "mixed_precision is for the computation, compress_reshard for the wire.",
-        lambda context: context.actor.params_dtype != "float32",
+        "With FSDP2, params_dtype is float32, or with lora bfloat16, because a step changes the "
+        "parameters themselves: mixed_precision is for the computation, compress_reshard for the "
+        "wire.",
+        lambda context: (
+            context.actor.params_dtype
+            not in ({"float32", "bfloat16"} if context.actor.lora else {"float32"})
+        ),
         code="not-float32",
         computing="stored",
     ),

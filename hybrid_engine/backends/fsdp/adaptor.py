@@ -33,7 +33,6 @@ from hybrid_engine.compute_check.probes import attributes_set
 from hybrid_engine.errors import (
     ParameterMismatchError,
     ReshardError,
-    StateError,
     Violation,
     Violations,
     require_none,
@@ -56,8 +55,8 @@ from hybrid_engine.transports.copies import FlatBuffers
 
 KEY = "generate_config.lora_delivery"
 
-LoraDelivery = Literal["merge", "adapter"]
-"""Delivery of LoRA to vLLM: merged into the weights, or separately (`KEY`)."""
+LoraDelivery = Literal["merge", "adapter", "none"]
+"""Delivery of LoRA: merged into the weights, separately (`KEY`), or the weights alone."""
 
 
 def lora_sums(
@@ -254,7 +253,7 @@ def read_model_weights(
     packed = {}
     for name, view in canonical_views(names.model, weights, table).items():
         packed[name] = Packed(names.weights[view.parameter], view.view)
-    if delivery == "merge":
+    if delivery != "adapter":
         return ModelReading(packed, names, None)
     lora, places = separate_lora(names.loras, packed, tensors)
     return ModelReading(packed | dict(places), names, lora)
@@ -374,15 +373,17 @@ class FsdpAdaptor(AdaptorWithSources):
 
     @property
     def base(self) -> FsdpAdaptor:
-        """The stored weights, for loading a checkpoint.
+        """The stored weights, without adapters, into which a checkpoint is read."""
+        if not self._names.loras:
+            return self.merged
+        return FsdpAdaptor(self.model, self.table, self.rank, "none", tensors=self.tensors)
 
-        Raises StateError if the model has adapters.
-        """
-        if self._names.loras:
-            raise StateError(
-                "the model has adapters: load weights before PEFT adds them", code="has-adapters"
-            )
-        return self.merged
+    @torch.no_grad()
+    def finish_loading(self) -> None:
+        for lora in self._names.loras:
+            # PEFT's own start: the other matrix stays, without which no gradient reaches this one.
+            zero = lora.a if "lora_embedding_A" in lora.a else lora.b
+            local_of(self.tensors.tensors[zero]).zero_()
 
     @property
     def merged(self) -> FsdpAdaptor:

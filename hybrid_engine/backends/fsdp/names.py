@@ -29,7 +29,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedModel
 
 from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
-from hybrid_engine.errors import ConfigError, ModelError, ParameterMismatchError, clipped
+from hybrid_engine.config.keys import ALL_LINEAR, LoraConfig
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    ModelError,
+    ParameterMismatchError,
+    clipped,
+)
+from hybrid_engine.files.hub import HubSnapshot
 from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.derived import meta_copy_of, meta_model, without_repetitions
 from hybrid_engine.models.families import architecture_of
@@ -458,6 +466,31 @@ def model_of_config(
             "Compare it with the published one",
             code="builds-no-model",
         ) from error
+
+
+def with_adapters(model: Any, lora: LoraConfig, directory: Path) -> Any:
+    """Return a model of PEFT around a transformers model, whose adapters have no memory yet.
+
+    Raises DependencyError without PEFT.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "actor_config.lora with fsdp needs PEFT: pip install '.[lora]'", code="needs-package"
+        ) from error
+
+    # PEFT names it in adapter_config.json.
+    snapshot = HubSnapshot.at(directory)
+    model.name_or_path = str(directory) if snapshot is None else snapshot.repo_id
+    is_all = ALL_LINEAR in lora.target_modules
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if is_all else [*lora.target_modules],
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, settings, low_cpu_mem_usage=True)
 
 
 def _replace_head(model: Any) -> None:

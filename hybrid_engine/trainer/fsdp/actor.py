@@ -22,16 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
-from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms
-from hybrid_engine.backends.fsdp.names import model_of_config, transformers_model
+from hybrid_engine.backends.fsdp.model_checks import require_trainable, set_epsilon_of_norms
+from hybrid_engine.backends.fsdp.names import model_of_config, transformers_model, with_adapters
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
 from hybrid_engine.config.job_rules import critic_of
-from hybrid_engine.errors import (
-    Violation,
-    require_none,
-)
+from hybrid_engine.errors import Violation, require_none
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import VALUE_HEAD, Head, ModelTable, value_table
 from hybrid_engine.ports import Trainer
@@ -115,7 +112,8 @@ def build_actor(
         actor.optimizer.clip_grad,
         param_scheduler(optimizer, actor.optimizer),
         actor.seq_length,
-        config.generate_config.lora_delivery,
+        # A critic has no adapters, and vLLM does not get it.
+        "merge" if table.head == "value" else config.generate_config.lora_delivery,
     )
     if is_of_caller:
         # It stays sharded, so its groups stay as well.
@@ -125,7 +123,9 @@ def build_actor(
         is_changed = not engine.model.weights.adapters_add_nothing
         if not any(job.agreement.any_of([is_changed], "looking at the adapters")):
             return engine.without_adapters()
-        copied: Any = build_sharded_model(config, mesh, job.device).requires_grad_(False)
+        plain = actor.model_copy(update={"lora": None, "frozen_parameters": ()})
+        of_copy = config.model_copy(update={"actor_config": plain})
+        copied: Any = build_sharded_model(of_copy, mesh, job.device).requires_grad_(False)
         # Another kernel rounds otherwise, which would count as a difference of the models.
         original: Any = transformers_model(engine.model.model)
         copied.set_attn_implementation(original.config._attn_implementation)
@@ -152,7 +152,8 @@ def build_sharded_model(
 ) -> torch.nn.Module:
     """Build a causal LM with transformers' initial values, the same on any number of ranks.
 
-    The head of a value model has zeros.
+    The head of a value model has zeros. With `actor_config.lora` it is a model of PEFT, whose
+    adapters add nothing yet.
 
     Collective. The model computes without dropout, in training too, as `build_model` of Megatron's
     side: vLLM has none.
@@ -164,25 +165,36 @@ def build_sharded_model(
         head: output of the model; see `ModelTable`.
 
     Raises ConfigError if transformers cannot build a model from the config, for a pattern without
-    a parameter, and if nothing is left to train.
+    a parameter, for adapters that FSDP2 cannot train, and if nothing is left to train;
+    DependencyError without PEFT.
     """
     actor = config.actor_config
     model = model_of_config(config.model, head, getattr(torch, actor.params_dtype))
-    _freeze(model, actor.frozen_parameters)
     set_epsilon_of_norms(model)
     # eager attention honours all settings of a model
     if settings_left_out(model, model.config._attn_implementation):
         model.set_attn_implementation("eager")
+    if actor.lora is not None:
+        model = with_adapters(model, actor.lora, config.model)
+        require_trainable(model)
+    _freeze(model, actor.frozen_parameters)
     owners = model_of_modules(model)
+
+    def allocate(part: torch.nn.Module) -> None:
+        adapted: list[Any] = [
+            module
+            for module in part.modules()
+            # PEFT's, which may not be installed; `weight` is of the layer that it adapts
+            if hasattr(module, "reset_lora_parameters") and module.weight.is_meta
+        ]
+        allocate_modules(part.modules(), owners, device)
+        for layer in adapted:
+            layer.reset_lora_parameters("default", init_lora_weights=True)
+
     # restores the state of the CPU's generator and of this device's
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(actor.seed)
-        shard_model(
-            model,
-            _fsdp_config(config),
-            mesh,
-            lambda part: allocate_modules(part.modules(), owners, device),
-        )
+        shard_model(model, _fsdp_config(config), mesh, allocate)
     if head == "value":
         torch.nn.init.zeros_(model.score.weight)
     return model.eval()

@@ -14,6 +14,7 @@ from _pytest.mark.structures import ParameterSet
 from hybrid_engine.config import (
     ActorConfig,
     HybridConfig,
+    LoraConfig,
     find_violations,
     load_config,
     training_rules,
@@ -183,6 +184,11 @@ SIZE_BREAKS = (
 )
 TRAINER_BREAKS = (
     Break("target_modules are linear layers", actor={"lora": {"target_modules": ["q_proj"]}}),
+    Break(
+        "target_modules are linear layers",
+        actor={**FSDP, "lora": {"target_modules": ["linear_qkv"]}},
+        valid={"actor": {**FSDP, "lora": {"target_modules": ["q_proj"]}}},
+    ),
     Break("target_modules is not empty", actor={"lora": {"target_modules": []}}),
     Break(
         "overlap_param_gather needs",
@@ -559,7 +565,6 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
         "use_distributed_optimizer": False,
         "make_vocab_size_divisible_by": 8,
         "noop_layers": [9],
-        "lora": {},
         "recompute_granularity": "selective",
         "overrides": {"ddp": {"bucket_size": 1}},
     }
@@ -575,10 +580,11 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
         {
             "model": tmp_path,
             "random_weights": True,
-            "actor_config": {**FSDP, "tensor_model_parallel_size": 1},
+            "actor_config": {**FSDP, "tensor_model_parallel_size": 1, "lora": {"rank": 4}},
         },
         4,
     )
+    assert config.actor_config.lora == LoraConfig(rank=4, target_modules=("all-linear",))
     assert config.train_sizes(4) == ShardedParallelism(4)
 
 

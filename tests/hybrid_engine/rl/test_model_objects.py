@@ -1,4 +1,4 @@
-"""Runs of `train` with a model of transformers or PEFT in place of a directory."""
+"""Runs of `train` with a model of transformers or PEFT, or with adapters of the configuration."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ def run(
     generate: Values | None = None,
     fsdp: Values | None = None,
     critic: Values | None = None,
+    actor: Values | None = None,
     **functions: Any,
 ) -> list[Row]:
-    settings = workers.settings(model, {"fsdp": fsdp or {}}, generate)
+    settings = workers.settings(model, {"fsdp": fsdp or {}, **(actor or {})}, generate)
     config: Any = GrpoConfig(**SETTINGS)
     if critic is not None:
         settings["critic_config"] = critic
@@ -108,12 +109,8 @@ def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, ca
     critic = {"params_dtype": "float32"} if "ppo" in case else None
     fsdp = {"activation_checkpointing": "checkpointed" in case}
     rows = run(trained, tmp_path / "run", generate, fsdp, critic)
-    for row in rows:
-        assert ("explained_variance" in row) == ("ppo" in case)
-        assert row["logprob_diff"] < (1e-4 if dtype == "float32" else 0.2)
-        assert (row["moments"], row["is_apart"]) == (num_trained, is_apart)
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
-    assert rows[1]["kl"] > 1e-4
+    check_rows(rows, dtype, num_trained, is_apart)
+    assert [row for row in rows if ("explained_variance" in row) != ("ppo" in case)] == []
     rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, tensor in trained.state_dict().items():
         is_same = local_of(tensor).equal(before[name].chunk(num_ranks)[rank])
@@ -123,15 +120,48 @@ def test_trained_parameters_change_and_no_others(model: Path, tmp_path: Path, ca
     adapters = tmp_path / "run" / "adapter"
     assert adapters.exists() == (case != "whole")
     if rank == 0 and case != "whole":
-        # PEFT loads the adapters, and transformers the sums.
-        merged = peft.PeftModel.from_pretrained(loaded(model, dtype), adapters).merge_and_unload()
-        torch.testing.assert_close(
-            merged.state_dict(), loaded(tmp_path / "run" / "model", dtype).state_dict()
-        )
+        check_files(model, tmp_path / "run", dtype)
+
+
+def check_rows(rows: list[Row], dtype: str, num_trained: int, is_apart: bool) -> None:
+    for row in rows:
+        assert row["logprob_diff"] < (1e-4 if dtype == "float32" else 0.2)
+        assert (row["moments"], row["is_apart"]) == (num_trained, is_apart)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert rows[1]["kl"] > 1e-4
+
+
+def check_files(model: Path, out: Path, dtype: str) -> None:
+    """PEFT loads the adapters, and transformers the sums with the weights of `model`."""
+    merged = peft.PeftModel.from_pretrained(loaded(model, dtype), out / "adapter")
+    sums = merged.merge_and_unload().state_dict()
+    torch.testing.assert_close(sums, loaded(out / "model", dtype).state_dict())
+
+
+@on_engines({1: ["float32 merge"], 2: ["float32 adapter", "bfloat16 merge"]})
+def test_adapters_of_the_configuration(model: Path, tmp_path: Path, case: str) -> None:
+    dtype, delivery = case.split()
+    settings: Values = {
+        "generate": {"lora_delivery": delivery},
+        "critic": {"params_dtype": "float32"} if delivery == "adapter" else None,
+        "actor": {"lora": {"rank": 4}, "params_dtype": dtype},
+    }
+    rows = run(model, tmp_path / "run", **settings)
+    # A and B of 7 linear layers in each of 2 layers
+    check_rows(rows, dtype, 2 * 7 * 2, delivery == "adapter")
+    done: list[Row] = []
+    for stops in ({"on_step": done.append, "should_stop": lambda: bool(done)}, {}):
+        run(model, tmp_path / "resumed", **settings, **stops)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "resumed")
+    if os.environ["RANK"] == "0":
+        assert [row["step"] for row in done] == [1]
+        check_files(model, tmp_path / "run", dtype)
+        saved = peft.PeftConfig.from_pretrained(tmp_path / "run" / "adapter")
+        assert saved.base_model_name_or_path == str(model)
 
 
 @on_engines(1)
-def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+def test_the_reference_needs_no_copy(model: Path, tmp_path: Path) -> None:
     with mock.patch.object(
         actor, "build_sharded_model", wraps=actor.build_sharded_model
     ) as build_copy:
@@ -145,11 +175,6 @@ def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Pa
             first, _ = run(adapted(model, **settings), tmp_path / "-".join(settings))
             assert first["kl"] == pytest.approx(0, abs=1e-9)
         assert build_copy.call_count == 3
-    done: list[Row] = []
-    run(adapted(model), tmp_path / "resumed", on_step=done.append, should_stop=lambda: bool(done))
-    assert [row["step"] for row in done] == [1]
-    run(adapted(model), tmp_path / "resumed")
-    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "resumed")
     with refused(StateError, "checkpoint-of-another-model", "scaling"):
         run(adapted(model, lora_alpha=9), tmp_path / "whole")
 
@@ -180,9 +205,11 @@ def test_the_reference_needs_no_copy_and_a_run_goes_on(model: Path, tmp_path: Pa
                     "fsdp": None,
                     "params_dtype": "bfloat16",
                     "frozen_parameters": ["embedding.*"],
+                    "lora": {},
                 },
             },
             "actor_config.frozen_parameters conflicting-keys; actor_config.fsdp conflicting-keys; "
+            "actor_config.lora conflicting-keys; "
             "actor_config.params_dtype conflicting-keys; random_weights conflicting-keys",
         ),
     ],

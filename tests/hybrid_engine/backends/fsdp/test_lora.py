@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from hybrid_engine import HybridEngine, ReshardReport, Sampling
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
-from hybrid_engine.backends.huggingface import save_hf_checkpoint
+from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.models import table_for
@@ -53,7 +53,7 @@ OF_EXPERTS = {
     **{
         "r": 3,
         "lora_alpha": 5,
-        "target_modules": ["q_proj"],
+        "target_modules": ["q_proj", "embed_tokens"],
         "target_parameters": [*EXPERTS, "mlp.gate.weight"],
     },
     **{
@@ -71,6 +71,7 @@ WITH_EXPERTS = {
 ALONG = (("qwen3_moe", 1), ("qwen3_moe", 2), ("gpt-oss", 1), ("gpt-oss", 2))
 # vLLM's parameters of them.
 ADAPTED_WITH_EXPERTS = (
+    "embed_tokens.weight",
     "w13_weight",
     "w2_weight",
     "gate.weight",
@@ -262,9 +263,18 @@ def test_experts_may_be_sharded_along_any_dim(tmp_path: Path, family: str, dim: 
     )
     with closing(ShardedModel(model, table, job().rank)) as sharded:
         save_hf_checkpoint(tmp_path / "saved", sharded.weights, table, job(), tmp_path)
+        # Loaded weights have the adapters added, so new ones add nothing.
+        load_hf_checkpoint(tmp_path / "saved", sharded.weights.base, table, job())
+        sharded.weights.prepare()
+        save_hf_checkpoint(tmp_path / "again", sharded.weights, table, job(), tmp_path)
+    for name, value in model.state_dict().items():
+        if "lora_" in name:
+            is_zero = "lora_B" in name or "lora_embedding_A" in name
+            assert bool(value.full_tensor().any()) != is_zero, name
     saved = read_canonical(tmp_path / "saved")
     base = whole.merge_and_unload()
     if job().rank == 0:
         base.save_pretrained(tmp_path)
     dist.barrier()
     torch.testing.assert_close(saved, read_canonical(tmp_path), atol=1e-6, rtol=0)
+    torch.testing.assert_close(saved, read_canonical(tmp_path / "again"), atol=0, rtol=0)
