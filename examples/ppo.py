@@ -1,4 +1,4 @@
-"""PPO with a critic and a reference. Stopped at any time, it resumes to the same numbers.
+"""PPO with a critic and a reference, in the root of a checkout; stopped, it resumes bit by bit.
 
     hybrid-engine run --nproc-per-node 2 examples/ppo.py
 

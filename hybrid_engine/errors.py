@@ -94,6 +94,7 @@ def collect(
 
 _NOT_OF_USER = (
     os.path.dirname(__file__) + "/",
+    "<frozen ",
     *map(os.path.dirname(os.__file__).__add__, ("/asyncio/", "/concurrent/", "/contextlib.py")),
     sysconfig.get_path("purelib") + "/typer/",
 )
@@ -203,7 +204,7 @@ class Violation:
     code: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.problem}. {self.remedy}"
+        return f"{self.key}: {self.problem.removesuffix('.')}. {self.remedy}"
 
 
 Violations = Iterator[Violation]

@@ -268,7 +268,7 @@ def _arguments_of_programs(context: JobContext) -> dict[str, str]:
         close = None if argument in known else nearest(name, IN_FILES)
         danger = "vLLM might import, open or fetch its value"
         problems[f"generate_config.vllm.{name}"] = (
-            f"it is close to {close}" if close else danger
+            f"unknown; did you mean {close}" if close else danger
         )
     return problems
 

@@ -81,6 +81,7 @@ class RunRecord:
         self._config = config
         self._files = files
         self._trackers: list[SafeTracker] = []
+        self._grad_norms: list[float] = []
         self._ends = ends
         self._terminal = Terminal(_COLUMNS, None if self._is_writer else SteadyConsole(quiet=True))
         self._since = time.monotonic()
@@ -155,9 +156,13 @@ class RunRecord:
 
     def end(self, done: int) -> None:
         """Print how the run ended, after its last step `done`."""
+        if self._grad_norms and not any(self._grad_norms):
+            # Equal rewards of a group give no advantage.
+            self.say("no step had a gradient: docs/errors.md, The reward is flat")
         if self._files is None:
             return
-        text = f"{done} steps; the model is in {self._files.out}/model"
+        out = self._files.out
+        text = f"{done} steps; the model is in {out}/model, the figures in {out}/metrics.jsonl"
         if done < self._config.steps:
             text = f"stopped after step {done} of {self._config.steps}; the same call goes on"
         self.say(text)
@@ -195,6 +200,7 @@ class RunRecord:
                 left = round(num_left * (row["seconds"] - now_and_then))
                 shown["left"] = str(timedelta(seconds=left))
             self._terminal.add(shown, more)
+            self._grad_norms += [row["grad_norm"]] if "grad_norm" in row else []
             if self._files is not None:
                 self._files.metrics.append(row)
             for tracker in self._trackers:

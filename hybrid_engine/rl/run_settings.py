@@ -244,7 +244,7 @@ def _function(name: str, key: str, directory: Path) -> Any:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))  # last, so that no file there replaces a library
     try:
-        return pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(name.replace(".py:", ":"))
     except Exception as error:  # the module is the user's, and can raise anything
         raise ConfigError.of(
             key,

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import itertools
 import string
+import traceback
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, is_of_user
+
+
+def test_the_runner_of_modules_is_not_the_users() -> None:
+    frames = [traceback.FrameSummary(file, 88, "run") for file in ("<frozen runpy>", "job.py")]
+    assert [is_of_user(frame) for frame in frames] == [False, True]
 
 
 def test_violations_that_differ_only_in_an_index_share_a_line() -> None:

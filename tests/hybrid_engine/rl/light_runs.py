@@ -114,7 +114,7 @@ def run(
     with (
         mock.patch.object(Loop, "learn", learn),
         mock.patch.object(RunRecord, "add", add_and_count),  # of all ranks
-        mock.patch.object(StepMeter, "take", return_value={"seconds": 0.5}),
+        mock.patch.object(StepMeter, "take", return_value={"seconds": 0.5, "grad_norm": 0.0}),
         mock.patch.dict(sys.modules, {"wandb": wandb}),
         mock.patch("hybrid_engine.rl.run_record.require_target"),
         mock.patch("hybrid_engine.rl.group_queue.require_room"),

@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Any:
 
 def test_a_file_names_all_arguments_of_train(write: Any) -> None:
     evaluation = {"source": "rows.jsonl", "samples": 4}
-    path = write(evaluation=evaluation, reward={"short": "own_rewards:shortest"})
+    path = write(evaluation=evaluation, reward={"short": "own_rewards.py:shortest"})
     settings = RunSettings.read(path, ["run.grpo.steps=7", "actor_config.seq_length=32"], 1)
     assert isinstance(settings.config, GrpoConfig)
     assert (settings.config.steps, settings.engines.actor_config.seq_length) == (7, 32)
