@@ -181,6 +181,8 @@ def train(
             model = ends.enter_context(
                 ActorHybridWorker(engines, module=module, job=job, on_built=record.built)
             )
+            # It takes a while, in which a user would press Ctrl-C.
+            ends.callback(record.say, "closing the engines ...")
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
         def must_stop() -> bool:
