@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.backends.fsdp.attention import settings_left_out
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
-from hybrid_engine.backends.fsdp.model_checks import require_trainable, set_epsilon_of_norms
+from hybrid_engine.backends.fsdp.model_checks import set_epsilon_of_norms, untrainable
 from hybrid_engine.backends.fsdp.names import model_of_config, transformers_model, with_adapters
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import mesh_of, shard_model
@@ -176,7 +176,7 @@ def build_sharded_model(
         model.set_attn_implementation("eager")
     if actor.lora is not None:
         model = with_adapters(model, actor.lora, config.model)
-        require_trainable(model)
+        require_none(untrainable(model))
     _freeze(model, actor.frozen_parameters)
     owners = model_of_modules(model)
 
