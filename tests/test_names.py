@@ -36,7 +36,7 @@ IN_LIBRARIES = {
 
 # Names of software that is not installed here, but mentioned in comparisons and explanations.
 ELSEWHERE = {
-    "TRL": "response_mask environment_factory generation_batch_size",
+    "TRL": "environment_factory generation_batch_size",
     "TRL, options": "eval_on_start",
     "TRL, too": "rollout_func get_server_info vllm_enable_sleep_mode",
     "verl": "algorithm.norm_adv_by_std_in_grpo",

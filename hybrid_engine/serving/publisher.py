@@ -328,7 +328,12 @@ class WeightPublisher(Switch):
                 raise
             self._recover(manager, calls, stays=switch_error is not None)
             # Without all trainers, `_recover` would have raised.
-            with self._blaming_servers(calls, "a server was lost in a switch", "server-lost"):
+            with self._blaming_servers(
+                calls,
+                lambda why: ServerError(
+                    f"a server was lost in a switch; {why}", code="server-lost"
+                ),
+            ):
                 raise
         except BaseException as interrupt:
             self._leave_servers(interrupt)
@@ -454,7 +459,12 @@ class WeightPublisher(Switch):
                 )
             except Exception as error:
                 failure = error
-            with self._blaming_servers(calls, "a server did not join", "server-did-not-join"):
+            with self._blaming_servers(
+                calls,
+                lambda why: ServerError(
+                    f"a server did not join; {why}", code="server-did-not-join"
+                ),
+            ):
                 self.job.agreement.conclude("joining the servers", failure)
             self._call_servers("joining the servers", lambda: self._await(calls))
             if self._check.is_on:
@@ -490,16 +500,15 @@ class WeightPublisher(Switch):
 
     @contextmanager
     def _blaming_servers(
-        self, calls: Sequence[Future[None]], problem: str, code: str
+        self, calls: Sequence[Future[None]], error_of: Callable[[str], ServerError]
     ) -> Iterator[None]:
-        """Raise ServerError if a server's rank is lost in the block, and no trainer's."""
+        """Raise `error_of` the reason if a server's rank is lost in the block, and no trainer's."""
         try:
             yield
         except LostRankError as error:
             if self.job.agreement.lost is not None:
                 raise
-            failures = failures_of(calls)
-            raise ServerError(f"{problem}; {_RECOVERED}. {error}{failures}", code=code) from error
+            raise error_of(f"{_RECOVERED}. {error}{failures_of(calls)}") from error
 
     def _call_servers(self, phase: str, call: Callable[[], _T]) -> _T:
         """Run `call` on every rank; only the first rank has servers to call.
