@@ -200,7 +200,9 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def group_of_all() -> RankGroup:
-    """Return a new group of the ranks of torch's default group."""
+    """Return a new group of all ranks, in torch's default group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return RankGroup(World.of_default_group(), "messages", range(dist.get_world_size()), 60)
 
 

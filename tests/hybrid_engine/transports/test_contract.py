@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.ranks.groups import RankGroup
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.transports import collective, copies
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -29,37 +29,19 @@ from hybrid_engine.transports.context import TransportContext
 from hybrid_engine.transports.messages import HEADER_NBYTES, MessagePlanner
 from hybrid_engine.transports.pull import LocalTransport, SharedMemoryTransport
 from hybrid_engine.transports.router import REGISTRY, TransportSet, export_handles
-from tests.harness.launch import Ranks
+from tests.harness.launch import of_all_ranks, on_ranks
 from tests.hybrid_engine.planning.cases import Case as PlannedCase
 from tests.hybrid_engine.planning.cases import cases, plan
 from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing, group_of_all
 from tests.hybrid_engine.transports.in_process import InProcessTransport
 
+DTYPES = (
+    *("float32", "bfloat16", "int64", "uint8"),
+    *("float8_e4m3fn", "bool", "float16", "float64"),
+)
 CASES = {
     "strided_boxes": Shape(num_transfers=60),
-    "several_dtypes": Shape(
-        num_transfers=60,
-        src_dtypes=(
-            "float32",
-            "bfloat16",
-            "int64",
-            "uint8",
-            "float8_e4m3fn",
-            "bool",
-            "float16",
-            "float64",
-        ),
-        dst_dtypes=(
-            "float32",
-            "bfloat16",
-            "int64",
-            "uint8",
-            "float8_e4m3fn",
-            "bool",
-            "float16",
-            "float64",
-        ),
-    ),
+    "several_dtypes": Shape(num_transfers=60, src_dtypes=DTYPES, dst_dtypes=DTYPES),
     "cast": Shape(src_dtypes=("float32", "bfloat16"), dst_dtypes=("bfloat16", "float32")),
     "many_small": Shape(
         num_transfers=600,
@@ -74,7 +56,6 @@ CASES = {
     "nothing": Shape(num_transfers=0, num_buckets=2),
 }
 SEED = 20240607
-STAGING = ("collective", "staging is reused")
 
 
 def elastic_sources(case: Case, rank: int) -> TensorDict:
@@ -138,39 +119,50 @@ KINDS = [
 """Transports between ranks, several at once, and messages as deltas."""
 
 
-def run_case_on_rank(kind: str, case: Case, group: RankGroup) -> list[str]:
-    """Run the case twice over one set of transports; returns names of wrong destinations.
+ON_RANKS = {
+    number: [f"{kind} {name} {number}" for kind, name in product(KINDS, CASES)] for number in (2, 4)
+}
+
+
+group = cache(group_of_all)
+
+
+@on_ranks(ON_RANKS)
+def test_case_on_real_ranks(case: str) -> None:
+    """Run the case twice over one set of transports.
 
     The second run sends one bucket ahead and reuses maps and staging memory.
     """
+    kind, name, _ = case.split()
+    messages = group()
     rank = dist.get_rank()
-    sources = elastic_sources(case, rank)
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, export_handles(rank, sources))
+    number = list(CASES).index(name)
+    built = build_case(SEED + number, dist.get_world_size(), CASES[name])
+    sources = elastic_sources(built, rank)
+    gathered = of_all_ranks(export_handles(rank, sources))
     handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
     preference = {"mixed": "auto", "deltas": CollectiveTransport.name}.get(kind, kind)
     if kind == "mixed":  # buffers of odd ranks are not exported
         handles = {
             buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0
         }
-    buffers = case.source_buffers()
+    buffers = built.source_buffers()
     context = TransportContext(
-        rank, buffers, handles, group, timeout=60, sends_deltas=kind == "deltas"
+        rank, buffers, handles, messages, timeout=60, sends_deltas=kind == "deltas"
     )
     router = TransportSet.connect(context, preference)
-    wrong = []
     for is_ahead in (False, True):
-        destination = case.new_destinations(rank)
+        destination = built.new_destinations(rank)
         dist.barrier()
         router.begin(whole=not is_ahead)
         router.prepare()
         if kind == "deltas" and is_ahead:  # change some elements; each rank knows all sources
-            for buffer_id, flat in case.sources.items():
+            for buffer_id, flat in built.sources.items():
                 flat.view(torch.uint8)[:: 61 * flat.element_size()] ^= 1
                 if buffer_id.rank == rank:
                     sources[buffer_id.name].copy_(flat)
             dist.barrier()
-        for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
+        for bucket, following in zip(built.buckets, (*built.buckets[1:], None), strict=True):
             with mock.patch.object(collective, "_begin", wraps=collective._begin) as begun:
                 report = router.run(bucket, sources, destination, following if is_ahead else None)
             # One batch per bucket, possibly the next one's.
@@ -187,53 +179,30 @@ def run_case_on_rank(kind: str, case: Case, group: RankGroup) -> list[str]:
             for flat in sources.values():
                 flat.view(torch.uint8).fill_(0xA5)
         dist.barrier()
-        wrong += differing(destination, case.expected(rank))
+        assert differing(destination, built.expected(rank)) == []
     router.close()
     router.close()  # idempotent
-    return wrong
 
 
-def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
-    dist.init_process_group("gloo")
-    group = group_of_all()
-    results = {}
-    for number, (name, shape) in enumerate(CASES.items()):
-        case = build_case(SEED + number, dist.get_world_size(), shape)
-        for kind in KINDS:
-            results[kind, name] = run_case_on_rank(kind, case, group)
-    results[STAGING] = staging_growth_on_rank(group)
-    dist.destroy_process_group()
-    return results
-
-
-def staging_growth_on_rank(group: RankGroup) -> list[str]:
-    """Return differences between the staging memory of the first and third cycle."""
+@on_ranks({2: ["2"], 4: ["4"]})
+def test_staging_memory_is_reused(case: str) -> None:
+    messages = group()
     rank = dist.get_rank()
-    case = build_case(SEED, dist.get_world_size(), CASES["both_directions_large"])
+    built = build_case(SEED, dist.get_world_size(), CASES["both_directions_large"])
     transport = CollectiveTransport(
-        TransportContext(rank, case.source_buffers(), {}, group, timeout=60)
+        TransportContext(rank, built.source_buffers(), {}, messages, timeout=60)
     )
-    shares = [transport.prepare(bucket.transfers) for bucket in case.buckets]
+    shares = [transport.prepare(bucket.transfers) for bucket in built.buckets]
     addresses = []
     for _ in range(3):
         for index, share in enumerate(shares):
-            transport.run(index, share, case.sources_of(rank), case.new_destinations(rank))
+            transport.run(index, share, built.sources_of(rank), built.new_destinations(rank))
         addresses.append(
             [(staging.data_ptr(), staging.numel()) for staging in transport._staging.values()]
         )
     transport.close()
     assert transport._staging == {}
-    return [] if addresses[0] == addresses[2] else [f"{addresses}"]
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def results_by_rank(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict]:
-    return ranks.launch(run_cases_on_rank, request.param, timeout=300)
-
-
-@pytest.mark.parametrize("case", [*product(KINDS, CASES), STAGING], ids=" ".join)
-def test_case_on_real_ranks(results_by_rank, case):
-    assert [result[case] for result in results_by_rank] == [[]] * len(results_by_rank)
+    assert addresses[0] == addresses[2]
 
 
 def test_ranks_read_different_peers_at_a_time() -> None:

@@ -49,8 +49,8 @@ class Peers:
     """A rank of two; each scenario has new connections."""
 
     def __init__(self, **settings: Any) -> None:
-        self.rank = dist.get_rank()
         self.group = group_of_all()
+        self.rank = dist.get_rank()
         context = TransportContext(self.rank, SOURCE_BUFFERS, {}, self.group, **settings)
         self.router = TransportSet.connect(context)
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
@@ -69,8 +69,6 @@ class Peers:
 @contextmanager
 def connected(**settings: Any) -> Iterator[Peers]:
     """Connect two ranks, and keep the connections until both have ended."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     yield Peers(**settings)
     dist.barrier()
 
