@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,11 @@ from hybrid_engine.memory.offload_items import Part
 from hybrid_engine.ranks.agreement import Pace
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.groups import RankGroup
+from hybrid_engine.ranks.job import join_process_group
 from hybrid_engine.ranks.world import World
 from hybrid_engine.records.layout import Extent
 from hybrid_engine.switch.release_fence import ReleaseFence
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_ranks
 from tests.harness.rank_threads import RankThreads
 
 NUM_RANKS = 3
@@ -66,20 +69,25 @@ def on_one_host() -> Pace:
     )
 
 
+def fence_of(
+    group: RankGroup, rank: int, pace: Any, state: State, *, has_none: bool = False
+) -> ReleaseFence:
+    """Begin a fence; has_none: the rank has no memory to release."""
+    schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
+    fence = ReleaseFence(rank, group, pace, state, {} if has_none else BUFFERS, schedule)
+    fence.begin()
+    return fence
+
+
 def fill(
-    rank: int, group: RankGroup, failing: dict[int, tuple[int, str]], is_apart: bool
+    rank: int, group: RankGroup, failing: dict[int, tuple[int, str]], has_none: bool
 ) -> tuple[str, list[int]]:
     """Fill the way `WeightContainer` does; returns the outcome and the released positions.
 
     failing: rank -> (bucket, "before" or "after" it was sent).
-    is_apart: the last rank has no memory to release.
     """
     state = State()
-    has_none = is_apart and rank == NUM_RANKS - 1
-    schedule = {bucket: {} for bucket in SCHEDULE} if has_none else SCHEDULE
-    buffers = {} if has_none else BUFFERS
-    fence = ReleaseFence(rank, group, on_one_host(), state, buffers, schedule)
-    fence.begin()
+    fence = fence_of(group, rank, on_one_host(), state, has_none=has_none)
     bucket, moment = failing.get(rank, (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -114,18 +122,14 @@ each_is_late = pytest.mark.parametrize("late", range(NUM_RANKS))
 @each_is_late
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_no_failure_affects_the_next_switch(is_apart: bool, late: int) -> None:
-    def run_on_rank(world: World) -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
-        group = RankGroup(world, "fences", range(NUM_RANKS), TIMEOUT)
-        return [
-            (fill(world.rank, group, failing, is_apart), fill(world.rank, group, {}, is_apart))
-            for failing in scenarios()
-        ]
+    """If `is_apart`, the last rank has no memory to release."""
 
-    by_rank = RankThreads(NUM_RANKS, late).run(run_on_rank)
-    for number, failing in enumerate(scenarios()):
-        for rank in range(NUM_RANKS):
-            (outcome, released), after = by_rank[rank][number]
-            has_none = is_apart and rank == NUM_RANKS - 1
+    def run_on_rank(world: World) -> None:
+        group = RankGroup(world, "fences", range(NUM_RANKS), TIMEOUT)
+        has_none = is_apart and world.rank == NUM_RANKS - 1
+        for failing in scenarios():
+            outcome, released = fill(world.rank, group, failing, has_none)
+            after = fill(world.rank, group, {}, has_none)
             assert after == ("filled", [] if has_none else list(range(NUM_BUCKETS)))
             assert released == list(range(len(released)))
             # A bucket that some rank has not sent stays, since it may still be read.
@@ -135,8 +139,10 @@ def test_no_failure_affects_the_next_switch(is_apart: bool, late: int) -> None:
                 assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), (
                     failing
                 )
-            elif rank not in failing:
+            elif world.rank not in failing:
                 assert outcome == PeerTransportError.__name__
+
+    RankThreads(NUM_RANKS, late).run(run_on_rank)
 
 
 class Alone:
@@ -186,8 +192,7 @@ def test_a_failure_on_another_host_prevents_the_fence() -> None:
     steps = Steps(failing=2)
     group = Alone()
     state = State()
-    fence = ReleaseFence(0, group, steps, state, BUFFERS, SCHEDULE)
-    fence.begin()
+    fence = fence_of(group, 0, steps, state)
     fence.sent(BUCKETS[0])
     fence.sent(BUCKETS[1])
     with pytest.raises(PeerTransportError, match="rank 9"):
@@ -198,30 +203,22 @@ def test_a_failure_on_another_host_prevents_the_fence() -> None:
     assert state.gone == [0]
 
 
-def wait_for_a_silent_rank() -> str:
-    dist.init_process_group("gloo")
-    group = RankGroup(World.of_default_group(), "fences", range(2), 0.5)
-    schedule = {0: SCHEDULE[1], 1: SCHEDULE[2]}  # consecutive buckets
-    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), State(), BUFFERS, schedule)
-    fence.begin()
-    if dist.get_rank() == 1:
-        dist.barrier()  # keeps its connections open
-        return ""
-    with pytest.raises(TransportError) as failure:
-        _send_both(fence)
+@contextmanager
+def of_two_ranks(pace: Any, timeout: float) -> Iterator[tuple[RankGroup, ReleaseFence]]:
+    """Begin a fence of two ranks, and keep the connections until both have ended."""
+    join_process_group(60)
+    group = RankGroup(World.of_default_group(), "fences", range(2), timeout)
+    yield group, fence_of(group, dist.get_rank(), pace, State())
     dist.barrier()
-    return str(failure.value)
 
 
-def _send_both(fence: ReleaseFence) -> None:
-    fence.sent(0)
-    fence.sent(1)
-
-
-def test_a_timeout_names_bucket_and_remedy(ranks: Ranks) -> None:
-    message, _ = ranks.launch(wait_for_a_silent_rank, 2, timeout=100)
-    assert "bucket 0, phase release" in message
-    assert "timeout_seconds" in message
+@on_ranks(2, timeout=100)
+def test_a_timeout_names_bucket_and_remedy() -> None:
+    with of_two_ranks(on_one_host(), 0.5) as (_, fence):
+        if dist.get_rank() == 0:
+            with pytest.raises(TransportError, match=r"bucket 1, phase release.*timeout_seconds"):
+                fence.sent(BUCKETS[0])
+                fence.sent(BUCKETS[1])
 
 
 class Loss(Steps):
@@ -235,32 +232,19 @@ class Loss(Steps):
         return next(self._answers)
 
 
-def wait_for_an_ended_rank() -> tuple[str, float]:
-    """Wait for rank 1, which stays connected but does not come; returns the error and seconds."""
-    dist.init_process_group("gloo")
-    group = RankGroup(World.of_default_group(), "fences", range(2), TIMEOUT)
-    fence = ReleaseFence(dist.get_rank(), group, Loss(), State(), BUFFERS, SCHEDULE)
-    fence.begin()
-    dist.barrier()
-    if dist.get_rank() == 1:
+@on_ranks(2, timeout=100)
+def test_a_fence_ends_when_a_rank_has_ended() -> None:
+    """Rank 1 stays connected but does not come."""
+    with of_two_ranks(Loss(), TIMEOUT) as (group, fence):
         dist.barrier()
-        return "", 0.0
-    fence.sent(BUCKETS[0])
-    started = time.monotonic()
-    with pytest.raises(TransportError) as failure:
-        fence.sent(BUCKETS[1])
-    group.close()
-    seconds = time.monotonic() - started
-    dist.barrier()
-    return str(failure.value), seconds
-
-
-def test_a_fence_ends_when_a_rank_has_ended(ranks: Ranks) -> None:
-    (message, seconds), _ = ranks.launch(wait_for_an_ended_rank, 2, timeout=100)
-    assert message.startswith(
-        f"bucket {BUCKETS[0]}, phase release: not every rank read it: rank 2 has ended."
-    )
-    assert seconds < TIMEOUT / 4  # well before the timeout
+        if dist.get_rank() == 0:
+            fence.sent(BUCKETS[0])
+            started = time.monotonic()
+            ended = "^bucket 1, phase release: not every rank read it: rank 2 has ended[.]"
+            with pytest.raises(TransportError, match=ended):
+                fence.sent(BUCKETS[1])
+            group.close()
+            assert time.monotonic() - started < TIMEOUT / 4  # well before the timeout
 
 
 # -- sides in separate processes --
@@ -282,10 +266,7 @@ def test_a_device_of_two_processes_holds_two_buckets_more(late: int) -> None:
     def hand_over(world: World) -> None:
         group = RankGroup(world, "fences", range(NUM_RANKS), TIMEOUT)
         is_server = world.rank in SERVERS
-        schedule = {bucket: {} for bucket in SCHEDULE} if is_server else SCHEDULE
-        buffers = {} if is_server else BUFFERS
-        fence = ReleaseFence(world.rank, group, on_one_host(), Device(), buffers, schedule)
-        fence.begin()
+        fence = fence_of(group, world.rank, on_one_host(), Device(), has_none=is_server)
         for bucket in BUCKETS:
             changes.extend([len(TRAINERS)] * is_server)
             fence.sent(bucket)
