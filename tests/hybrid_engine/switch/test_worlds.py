@@ -5,6 +5,7 @@ Trainers have no inference side (`NoInference`), the server no training side (`N
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.world import World
 from hybrid_engine.serving.roles import NoInference, NoTraining
 from hybrid_engine.switch.sharding_manager import ShardingManager
-from tests.harness.launch import Ranks, on_ranks
+from tests.harness.launch import on_ranks
 from tests.hybrid_engine.switch.fakes import (
     INFER,
     NBYTES,
@@ -32,13 +33,16 @@ from tests.hybrid_engine.switch.fakes import (
 
 NUM_TRAINERS = 2
 SERVER = 2  # global rank
+NUMBERS = itertools.count()
+"""Numbers the jobs of these processes; each has keys of its own in the store."""
 
 
 class Member:
     """A process of the job."""
 
     def __init__(self, hosts: str = "aaa", devices: str = "xyz", **settings: object) -> None:
-        store, self.rank, size = next(dist.rendezvous("env://"))
+        environment, self.rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"member {next(NUMBERS)}", environment)
         self.script = Script()
         if self.rank < NUM_TRAINERS:
             trainer_store = dist.PrefixStore("trainers", store)
@@ -120,7 +124,22 @@ class Member:
             dist.destroy_process_group()
 
 
-def train_and_serve(
+@on_ranks(3, timeout=200)
+@pytest.mark.parametrize(
+    ("hosts", "devices", "transport", "received"),
+    [
+        ("aaa", "xyz", "shared_memory", NBYTES),
+        ("aaa", "xyx", "shared_memory", NBYTES // 2),
+        ("aab", "xyx", "collective", NBYTES),
+    ],
+    ids=["one host", "one device", "two hosts"],
+)
+@pytest.mark.parametrize(
+    "settings",
+    [{"verify": "off"}, {"verify": "full", "suspend_communicators": True}],
+    ids=["plain", "verified"],
+)
+def test_two_trainers_fill_a_server(
     hosts: str, devices: str, transport: str, received: int, settings: dict[str, object]
 ) -> None:
     member = Member(hosts, devices, **settings)
@@ -139,31 +158,6 @@ def train_and_serve(
     assert member.received == received
     assert not member.is_server or member.transports == [transport]
     member.close()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "devices", "transport", "received"),
-    [
-        ("aaa", "xyz", "shared_memory", NBYTES),
-        ("aaa", "xyx", "shared_memory", NBYTES // 2),
-        ("aab", "xyx", "collective", NBYTES),
-    ],
-    ids=["one host", "one device", "two hosts"],
-)
-@pytest.mark.parametrize(
-    "settings",
-    [{"verify": "off"}, {"verify": "full", "suspend_communicators": True}],
-    ids=["plain", "verified"],
-)
-def test_two_trainers_fill_a_server(
-    ranks: Ranks,
-    hosts: str,
-    devices: str,
-    transport: str,
-    received: int,
-    settings: dict[str, object],
-) -> None:
-    ranks.launch(train_and_serve, 3, hosts, devices, transport, received, settings, timeout=200)
 
 
 @on_ranks(3, timeout=200)
