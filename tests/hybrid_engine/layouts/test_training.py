@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,8 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.records.layout import Layout, differences
-from tests.harness.launch import Ranks
+from hybrid_engine.records.layout import differences
+from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import actor_config, parallel_state_of
@@ -72,32 +73,22 @@ LIVE: list[tuple[str, Values, Values]] = [
 ]
 
 
-def live_layouts(cases: list[tuple[str, Values, Values]]) -> list[Layout]:
-    layouts = []
-    for family, changes, settings in cases:
+@on_engines(4)
+def test_every_rank_matches_the_live_model() -> None:
+    for family, changes, settings in LIVE:
         actor = actor_config(**settings)
+        config = {**served_config(family), **changes}
+        table = table_for(config)
         with parallel_state_of(actor):
             from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
             from hybrid_engine.backends.megatron.model_tensors import ModelTensors
             from hybrid_engine.trainer.megatron.build import build_model
 
-            config = {**served_config(family), **changes}
-            chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)
-            layouts.append(
-                MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
-            )
-    return layouts
-
-
-def test_every_rank_matches_the_live_model(engines: Ranks) -> None:
-    by_rank = engines.launch(live_layouts, 4, LIVE)
-    for number, (family, changes, settings) in enumerate(LIVE):
-        actor = actor_config(**settings)
-        table = table_for({**served_config(family), **changes})
+            chunks, _ = build_model(actor, table, config, 4, weights_only=True)
+            live = MegatronAdaptor(ModelTensors(chunks, table, actor.noop_layers)).layout()
+            rank = dist.get_rank()
         side = training_side(table, actor.sizes(world_size=4, cuts_whole_projections=True))
-        for rank in range(4):
-            live = by_rank[rank][number]
-            assert differences(side.layout_of(rank), live) == [], (family, settings, rank)
+        assert differences(side.layout_of(rank), live) == [], (family, settings)
 
 
 @st.composite
