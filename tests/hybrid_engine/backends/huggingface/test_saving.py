@@ -17,12 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.backends.training_side import WholeTensors
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.files.checksums import CHECKSUMS
 from hybrid_engine.files.model_files import INDEX, SINGLE
-from hybrid_engine.ranks.torch_internals import TensorDict
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, Shape, contiguous_strides
+from hybrid_engine.records.regions import Shape
 from tests.harness.errors import has_code, has_violations, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.zoo.families import read_config
@@ -58,38 +57,15 @@ TABLE: Any = SimpleNamespace(
 )
 
 
-class Weights:
-    """Training weights of one rank, all elements equal to `value`."""
-
-    def __init__(self, value: float) -> None:
-        self.tensors = {name: torch.full(shape, value).view(-1) for name, shape in SHAPES.items()}
-
-    def prepare(self) -> None:
-        """Do nothing: no gathers are pending."""
-
-    def buffers(self) -> TensorDict:
-        return self.tensors
-
-    def layout(self) -> Layout:
-        ids = {name: BufferId(0, name) for name in SHAPES}
-        shards = [
-            Shard(
-                Region(name, (0,) * len(shape), shape),
-                Place(ids[name], 0, contiguous_strides(shape)),
-            )
-            for name, shape in SHAPES.items()
-        ]
-        buffers = {
-            ids[name]: Buffer(flat.numel(), "float32", group=name)
-            for name, flat in self.tensors.items()
-        }
-        return Layout(SHAPES, buffers, tuple(shards))
-
-    finish_loading = prepare
+def weights_of(value: float) -> WholeTensors:
+    """Return the training weights of one rank, with all elements equal to `value`."""
+    return WholeTensors(
+        {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}, 0
+    )
 
 
 def save(directory: Path, value: float = 1, file_nbytes: int = ONE_FILE, **settings: Any) -> None:
-    weights: Any = Weights(value)
+    weights = weights_of(value)
     save_hf_checkpoint(directory, weights, TABLE, ALONE, file_nbytes=file_nbytes, **settings)
 
 
@@ -338,19 +314,19 @@ def test_a_full_disk_raises_and_the_old_files_stay(
     assert [path.name for path in small_disk.iterdir()] == ["hf"]
 
 
-def load(directory: Path, weights: Any = None) -> list[float]:
-    weights = weights or Weights(0.0)
+def load(directory: Path, weights: WholeTensors | None = None) -> list[float]:
+    weights = weights or weights_of(0)
     load_hf_checkpoint(directory, weights, TABLE, ALONE)
-    return [float(flat.mean()) for flat in weights.tensors.values()]
+    return [float(tensor.mean()) for tensor in weights.tensors.values()]
 
 
 def test_contents_are_compared_with_their_checksums(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"rope_theta": 1000}')
     save(tmp_path, 1, SEVERAL_FILES)
     assert (tmp_path / INDEX).is_file()
-    kept = Weights(7.0)
+    kept = weights_of(7)
     assert accepted_flips(tmp_path.iterdir(), lambda: load(tmp_path, kept), every=17) == []
-    assert all((flat == 7).all() for flat in kept.tensors.values())
+    assert all((tensor == 7).all() for tensor in kept.tensors.values())
     save(tmp_path)
     path = (tmp_path / SINGLE).rename(tmp_path / "elsewhere").with_name(SINGLE)
     path.symlink_to("elsewhere")  # like the cache of the Hub
