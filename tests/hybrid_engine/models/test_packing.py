@@ -22,7 +22,7 @@ from hybrid_engine.models.packing import (
     part_of_tensor,
 )
 from hybrid_engine.records.layout import BufferId, Place
-from hybrid_engine.records.regions import contiguous_strides
+from hybrid_engine.records.regions import Shapes, contiguous_strides
 from tests.hybrid_engine.planning.cases import elements_of
 
 BUFFER = BufferId(0, "parameter")
@@ -35,20 +35,31 @@ def numbered(rows: int, columns: int, tag: int) -> np.ndarray:
 
 
 def assert_packs(
-    packing: Packing, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]
-) -> None:
-    """Check every rank's parameter, assembled from its regions."""
-    shapes = {name: values.shape for name, values in canonical.items()}
+    packing: Packing,
+    canonical: dict[str, np.ndarray],
+    locals_of_ranks: list[np.ndarray],
+    shapes: Shapes | None = None,
+) -> list[int]:
+    """Check every rank's parameter, assembled from its regions; return how many a rank has.
+
+    shapes: of the checkpoint, unless they are those of `canonical`; names are of expert 2.
+    """
+    shapes = shapes or {name: values.shape for name, values in canonical.items()}
+    counts = []
     for rank, expected in enumerate(locals_of_ranks):
         actual = np.full(expected.size, PADDING)
         place = Place(BUFFER, 0, contiguous_strides(expected.shape))
-        for shard in held_regions(
-            packing, {}, shapes, expected.shape, place, rank, len(locals_of_ranks)
-        ):
+        indices = {"expert": 2}
+        held = held_regions(
+            packing, indices, shapes, expected.shape, place, rank, len(locals_of_ranks)
+        )
+        counts.append(len(held))
+        for shard in held:
             for index, position in elements_of(shard):
                 assert actual[position] == PADDING  # regions do not overlap
                 actual[position] = canonical[shard.region.tensor][index]
         np.testing.assert_array_equal(actual.reshape(expected.shape), expected)
+    return counts
 
 
 @given(
@@ -165,18 +176,12 @@ def test_every_second_column_of_an_expert_is_one_box(tp_size: int) -> None:
     experts, hidden, ffn = 3, 5, 4
     both = numbered(experts * hidden, 2 * ffn, 1).reshape(experts, hidden, ffn, 2)
     packing = GateUp(Span("w[{expert},:,0::2]"), Span("w[{expert},:,1::2]"), dim=1, transposed=True)
-    for rank in range(tp_size):
-        expected = [part.T for part in np.split(both[2], tp_size, axis=1)[rank].transpose(2, 0, 1)]
-        shapes = {"w": (experts, hidden, 2 * ffn)}
-        place = Place(BUFFER, 0, (hidden, 1))
-        held = held_regions(
-            packing, {"expert": 2}, shapes, (2 * ffn // tp_size, hidden), place, rank, tp_size
-        )
-        assert len(held) == 2
-        for number, (shard, values) in enumerate(zip(held, expected, strict=True)):
-            box = both[tuple(map(slice, shard.region.offsets, shard.region.ends))]
-            np.testing.assert_array_equal(box[0, :, :, 0].T, values)
-            assert shard.place == Place(BUFFER, number * values.size, (0, 1, hidden, 0))
+    ranks = [
+        np.concatenate([part[..., half].T for half in (0, 1)])
+        for part in np.split(both[2], tp_size, axis=1)
+    ]
+    shapes = {"w": (experts, hidden, 2 * ffn)}
+    assert assert_packs(packing, {"w": both}, ranks, shapes) == [2] * tp_size
 
 
 @pytest.mark.parametrize(
