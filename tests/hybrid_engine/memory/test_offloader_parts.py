@@ -41,7 +41,10 @@ def on_device(flat: torch.Tensor) -> int:
     return exported_buffer_of(flat).resident_nbytes()
 
 
-def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> Offloader:
+def offloader_of(
+    flats: list[torch.Tensor], *, action: str = "copy", kind: str = "param"
+) -> Offloader:
+    """Return the offloader of the tensors that are in `flats` at the time of a call."""
     return Offloader(
         Items(
             lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)]
@@ -71,7 +74,7 @@ class Rig:
             for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))
         ]
         self.expected = [flat.clone() for flat in self.flats]
-        self.offloader = offloader_of(*self.flats)
+        self.offloader = offloader_of(self.flats)
         self.offloader._saves_ahead = True  # as on CUDA
         self.gone: list[set[int]] = [set() for _ in self.flats]  # bytes offloaded as parts
         self.promised = False
@@ -161,7 +164,7 @@ def test_any_sequence_restores_all_bytes_and_releases_whole_pages(
 
 def test_saved_parts_are_not_copied_again():
     flat = filled(4 * PAGE)
-    offloader = offloader_of(flat)
+    offloader = offloader_of([flat])
     offloader._saves_ahead = True
     copies = CopiesToHost(offloader)
     offloader.save_parts("param", [Part(flat, 0, PAGE)])
@@ -176,7 +179,7 @@ def test_saved_parts_are_not_copied_again():
 
 def test_dropped_storages_leave_whole_and_come_back_zero():
     flat = filled(2 * PAGE)
-    offloader = offloader_of(flat, action="drop", kind="grad")
+    offloader = offloader_of([flat], action="drop", kind="grad")
     assert offloader.offload_parts("grad", [whole(flat)]) == 0
     assert offloader.offload() == flat.nbytes
     assert offloader._arenas["grad"].nbytes == 0
@@ -189,7 +192,7 @@ def test_parts_of_other_storages_stay_until_the_offload():
     plain = torch.arange(PAGE)
     elastic = filled(PAGE)
     unknown = filled(PAGE)
-    offloader = offloader_of(plain, elastic)
+    offloader = offloader_of([plain, elastic])
     assert offloader.offload_parts("param", [whole(plain), whole(unknown)]) == 0
     assert plain.untyped_storage().nbytes() == 8 * PAGE
     assert on_device(unknown) == 4 * PAGE
@@ -201,9 +204,7 @@ def test_parts_of_other_storages_stay_until_the_offload():
 def test_state_that_appears_after_the_first_part_is_offloaded():
     flats = [filled(PAGE, seed=1)]
     expected = [flats[0].clone()]
-    offloader = Offloader(
-        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
-    )
+    offloader = offloader_of(flats)
     offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
     flats.append(filled(3 * PAGE, seed=2))  # the arena grows and must keep its contents
     expected.append(flats[1].clone())
@@ -217,7 +218,7 @@ def test_state_that_appears_after_the_first_part_is_offloaded():
 def test_a_read_only_onload_needs_no_copy_back(as_parts: bool):
     flat = filled(4 * PAGE)
     expected = flat.clone()
-    offloader = offloader_of(flat)
+    offloader = offloader_of([flat])
     offloader.offload()
     copies = CopiesToHost(offloader)
     for _ in range(3):
@@ -234,9 +235,7 @@ def test_a_read_only_onload_needs_no_copy_back(as_parts: bool):
 
 def test_a_writable_onload_or_another_inventory_is_copied_back():
     flats = [filled(PAGE)]
-    offloader = Offloader(
-        Items(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
-    )
+    offloader = offloader_of(flats)
     offloader.offload()
     offloader.onload({"param"}, read_only=True)
     offloader.onload({"param"})  # already resident, but may now be written
@@ -256,7 +255,7 @@ def test_a_writable_onload_or_another_inventory_is_copied_back():
 
 def test_places_of_storages_that_are_gone_are_reused():
     flats = [filled(PAGE)]
-    offloader = Offloader(Items(lambda: [OffloadItem("flat", "param", *flats)]))
+    offloader = offloader_of(flats)
     for seed in range(3):
         flats[0] = filled(PAGE, seed=seed)
         offloader.offload()
@@ -280,7 +279,7 @@ def test_a_failure_of_parts_loses_nothing(
 ):
     flats = [filled(PAGE, seed=1), filled(2 * PAGE, seed=2)]
     expected = [flat.clone() for flat in flats]
-    offloader = offloader_of(*flats)
+    offloader = offloader_of(flats)
     fail(monkeypatch, owner, method, after)
     with refused(OffloadError, "offload-failed", "param", "out of memory"):
         offloader.offload_parts("param", map(whole, flats))
@@ -318,7 +317,7 @@ def test_invalid_records_are_refused(make, message: str):
 @pytest.mark.parametrize("as_parts", [False, True])
 def test_unexpected_writes_are_kept(as_parts: bool):
     flat = filled(4 * PAGE)
-    offloader = offloader_of(flat)
+    offloader = offloader_of([flat])
     offloader.offload()
     for number in range(3):
         offloader.onload({"param"}, read_only=True)
