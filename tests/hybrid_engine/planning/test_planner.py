@@ -113,9 +113,14 @@ def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
 
 
 @given(cases())
-def test_elements_come_from_the_nearest_rank(case: Case) -> None:
-    """Prefer self, then the device, then the host. Relays serve only elements of other hosts."""
+def test_elements_come_from_the_nearest_rank_and_enter_a_host_once(case: Case) -> None:
+    """Prefer self, then the device, then the host. Relays serve only elements of other hosts.
+
+    A relaying host receives the minimum; other hosts may receive an element several times.
+    """
     holders = ranks_by_element(case.source)
+    wanted = ranks_by_element(case.destination)
+    itemsize = wire_itemsizes(case)
     result = plan_of(case)
     for journey in journeys_of(result, case):
         src = journey.src
@@ -139,21 +144,12 @@ def test_elements_come_from_the_nearest_rank(case: Case) -> None:
         if journey.relay_rank is not None:
             assert case.hosts[journey.relay_rank] == case.hosts[dst]
             assert case.hosts[dst] in case.relaying
+            assert journey.relay_rank in wanted[journey.element]
+    entered: Counter[str] = Counter()
     for transfer in result.transfers():
         src = (result.relays | case.source.buffers)[transfer.src.buffer]
         dst = (result.relays | case.destination.buffers)[transfer.dst.buffer]
         assert transfer.nbytes == transfer.numel * min(src.itemsize, dst.itemsize)  # the narrower
-
-
-@given(cases())
-def test_an_element_enters_a_host_once(case: Case) -> None:
-    """A relaying host receives the minimum; other hosts may receive an element several times."""
-    result = plan_of(case)
-    itemsize = wire_itemsizes(case)
-    holders = ranks_by_element(case.source)
-    wanted = ranks_by_element(case.destination)
-    entered: Counter[str] = Counter()
-    for transfer in result.transfers():
         if transfer.link is Link.NETWORK:
             entered[case.hosts[transfer.dst_rank]] += transfer.nbytes
     least = {
@@ -168,8 +164,6 @@ def test_an_element_enters_a_host_once(case: Case) -> None:
     assert network_lower_bound(case.source, case.destination, case.hosts) == least
     for host, nbytes in least.items():
         assert entered[host] == nbytes if host in case.relaying else entered[host] >= nbytes
-    for journey in journeys_of(result, case):
-        assert journey.relay_rank is None or journey.relay_rank in wanted[journey.element]
 
 
 @given(cases())
@@ -277,20 +271,6 @@ def test_a_ranks_plan_is_its_part_of_the_full_plan(case: Case, data: st.DataObje
     assert part.relays.items() >= relays.items()
 
 
-@given(cases(), st.data())
-def test_box_transfers_equal_the_plan_before_coalescing(case: Case, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, len(case.hosts) - 1))
-    boxes = box_transfers(case.source, case.destination, case.hosts, rank)
-    planned = plan(case.source, case.destination, case.hosts, rank=rank)
-    assert coalesce(boxes) == coalesce(
-        transfer for bucket in planned.buckets for transfer in bucket.transfers
-    )
-    for transfer in boxes:
-        assert len(transfer.lengths) == len(case.destination.tensors[transfer.tensor])
-        for place in (transfer.src, transfer.dst):
-            assert len(place.strides) == len(transfer.lengths)
-
-
 @given(cases())
 def test_fingerprints_depend_on_every_input(case: Case) -> None:
     def fingerprint_of(hosts: Sequence[str] = case.hosts, **settings: Any) -> str:
@@ -358,10 +338,14 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     for bucket in buckets:
         named = {name for transfer in bucket.transfers for name in transfer.tensor.split(" … ")}
         assert named <= set(bucket.tensors)
+        assert coalesce(bucket.transfers) == list(bucket.transfers), (
+            "not coalesced as far as it can"
+        )
+        assert coalesce(bucket.fan_out) == list(bucket.fan_out)
 
 
 @given(cases())
-def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
+def test_box_transfers_are_coalesced_by_pairs_to_the_plan(case: Case) -> None:
     """Both ends derive the same transfers, as their plans share only those."""
 
     def between(transfers: Iterable[Transfer], pair: tuple[int, int]) -> list[Transfer]:
@@ -373,6 +357,15 @@ def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
         box_transfers(case.source, case.destination, case.hosts, rank)
         for rank in range(len(case.hosts))
     ]
+    for rank, boxes in enumerate(by_rank):
+        planned = plan(case.source, case.destination, case.hosts, rank=rank)
+        assert coalesce(boxes) == coalesce(
+            transfer for bucket in planned.buckets for transfer in bucket.transfers
+        )
+        for transfer in boxes:
+            assert len(transfer.lengths) == len(case.destination.tensors[transfer.tensor])
+            for place in (transfer.src, transfer.dst):
+                assert len(place.strides) == len(transfer.lengths)
     boxes = list(dict.fromkeys(itertools.chain(*by_rank)))  # both ranks of a pair have its boxes
     coalesced = coalesce(boxes)
     assert sum(transfer.nbytes for transfer in coalesced) == sum(box.nbytes for box in boxes)
@@ -380,15 +373,6 @@ def test_coalescing_of_a_pair_ignores_other_pairs(case: Case) -> None:
         assert min((*transfer.src.strides, *transfer.dst.strides), default=0) >= 0
     for pair in {(box.src_rank, box.dst_rank) for box in boxes}:
         assert coalesce(between(boxes, pair)) == between(coalesced, pair)
-
-
-@given(cases())
-def test_a_plan_cannot_be_coalesced_further(case: Case) -> None:
-    for bucket in plan(
-        case.source, case.destination, case.hosts, relaying_hosts=case.relaying
-    ).buckets:
-        assert coalesce(bucket.transfers) == list(bucket.transfers)
-        assert coalesce(bucket.fan_out) == list(bucket.fan_out)
 
 
 def box(
