@@ -66,14 +66,20 @@ class Case:
         return places[rank] == places[other]
 
 
-def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
+def whole(
+    tensor: str,
+    shape: tuple[int, ...],
+    rank: int,
+    name: str,
+    group: str = "",
+    dtype: str = "bfloat16",
+) -> Layout:
+    """Return the layout of a rank that holds one tensor, whole, in buffer `name`."""
     buffer_id = BufferId(rank, name)
     shard = Shard(
         Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape))
     )
-    return Layout(
-        {tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,)
-    )
+    return Layout({tensor: shape}, {buffer_id: Buffer(math.prod(shape), dtype, group)}, (shard,))
 
 
 def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:

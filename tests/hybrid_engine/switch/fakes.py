@@ -28,6 +28,7 @@ from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 from hybrid_engine.switch.weight_container import ContainerState
 from tests.hybrid_engine.memory.test_offloader import CopiesToHost
+from tests.hybrid_engine.planning.cases import whole
 
 TRAIN, FORWARD, INFER, IDLE = State.TRAIN, State.FORWARD, State.INFER, State.IDLE
 # Two tensors, each a group of its own. The first fills a bucket of the smallest size, so the plan
@@ -215,19 +216,10 @@ class FakeInference:
         self.in_force: set[str] = set()
 
     def layout(self) -> Layout:
-        ids = {name: BufferId(self.rank, f"{name}.weight") for name in self.tensors}
-        buffers = {
-            ids[name]: Buffer(math.prod(shape), self.dtype, name)
+        return Layout.merge(
+            whole(name, shape, self.rank, f"{name}.weight", name, self.dtype)
             for name, shape in self.tensors.items()
-        }
-        shards = [
-            Shard(
-                Region(name, (0,) * len(shape), shape),
-                Place(ids[name], 0, torch.empty(shape).stride()),
-            )
-            for name, shape in self.tensors.items()
-        ]
-        return Layout(self.tensors, buffers, tuple(shards))
+        )
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         for group in groups:
