@@ -135,6 +135,14 @@ def build_adaptor(model: Model, has_graphs: bool = False) -> VllmAdaptor:
     return VllmAdaptor(processed, CpuWeightMemory())
 
 
+def captured(first: Callable[[Any], None], factor: Factor) -> VllmAdaptor:
+    """Return the adaptor of a model with graphs after its first forward."""
+    model = Model(first, factor)
+    adaptor = build_adaptor(model, has_graphs=True)
+    model.layer(torch.ones(SIZE))
+    return adaptor
+
+
 def fill(adaptor: VllmAdaptor, weight: torch.Tensor) -> None:
     adaptor.allocate(["layer"])["layer.weight"].copy_(weight)
     adaptor.commit(["layer"])
@@ -179,9 +187,7 @@ GRAPHED = [merged, cached, listed, in_a_kernel, written_in_place, cast]
 
 @pytest.mark.parametrize("first", GRAPHED, ids=lambda first: first.__name__)
 def test_state_in_captured_graphs_is_refused(first: Callable[[Any], None]) -> None:
-    model = Model(first, LAZY[first])
-    adaptor = build_adaptor(model, has_graphs=True)
-    model.layer(torch.ones(SIZE))
+    adaptor = captured(first, LAZY[first])
     adaptor.release()
     with refused(ModelError, "state-not-renewable", "layer.", "(Layer)"):
         adaptor.allocate(["layer"])
@@ -192,19 +198,14 @@ def test_views_and_scratch_memory_in_captured_graphs_are_accepted() -> None:
         layer.merged = layer.weight.view(2, 3)
         layer.table.normal_()
 
-    model = Model(use, lambda layer: layer.weight)
-    adaptor = build_adaptor(model, has_graphs=True)
-    model.layer(torch.ones(SIZE))
-    fill(adaptor, torch.ones(SIZE))
+    fill(captured(use, lambda layer: layer.weight), torch.ones(SIZE))
 
 
 def test_a_refused_model_is_not_read_after_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(state: ForwardState) -> list[str]:
         raise AssertionError("released weights were read")
 
-    model = Model(merged, LAZY[merged])
-    adaptor = build_adaptor(model, has_graphs=True)
-    model.layer(torch.ones(SIZE))
+    adaptor = captured(merged, LAZY[merged])
     adaptor.release()
     monkeypatch.setattr(ForwardState, "forget", read)
     adaptor.release()
@@ -226,9 +227,7 @@ def test_a_workspace_shared_by_vllm_is_accepted(
     monkeypatch.setattr(
         envs, "cache", [torch.zeros(SIZE)], raising=False
     )  # may hold derived weights
-    model = Model(use, lambda layer: layer.weight)
-    adaptor = build_adaptor(model, has_graphs=True)
-    model.layer(torch.ones(SIZE))
+    adaptor = captured(use, lambda layer: layer.weight)
     refusal = refused(ModelError, "state-not-renewable", "layer.kernel.workspace")
     with contextlib.nullcontext() if is_shared else refusal:
         fill(adaptor, torch.ones(SIZE))
