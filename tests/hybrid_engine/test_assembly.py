@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_engine import HybridEngine
 from hybrid_engine.assembly import build_inference_engine, quantised_table
@@ -24,7 +23,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.sides import Side
 from tests.harness.errors import has_violation
-from tests.harness.launch import Ranks
+from tests.harness.launch import on_engines
 from tests.hybrid_engine.backends.vllm.support import write_config
 from tests.hybrid_engine.layouts.cases import DENSE
 from tests.zoo.families import served_config
@@ -64,34 +63,26 @@ def build(
         return build_inference_engine(config, table, held, job)
 
 
-def hold_less(directory: str) -> tuple[str, bool]:
-    """Build engines that lack a tensor of their position; return the error, and if they ended."""
-    dist.init_process_group("gloo")
-    job = Job.join(60)
-    served = served_config("qwen3")
-    model = Path(write_config(Path(directory), served))
-    generate = GenerateConfig(infer_tensor_parallel_size=2, max_model_len=64, max_num_seqs=8)
-    computed = inference_side(table_for(served), generate.sizes(job.world_size)).layout_of(job.rank)
-    engine = FakeVllm(lambda: computed.without(["lm_head.weight"]))
-    with pytest.raises(ParameterMismatchError) as caught:
-        build(
-            job, lambda *_args, **_settings: engine, served, model=model, generate_config=generate
-        )
-    job.close()
-    dist.destroy_process_group()
-    return str(caught.value), engine.is_shut_down
+@on_engines(2)
+def test_an_engine_without_all_its_tensors_is_shut_down(tmp_path: Path) -> None:
+    """Each rank lacks a tensor of its position."""
+    with closing(Job.join(60)) as job:
+        served = served_config("qwen3")
+        model = Path(write_config(tmp_path, served))
+        generate = GenerateConfig(infer_tensor_parallel_size=2, max_model_len=64, max_num_seqs=8)
+        sizes = generate.sizes(job.world_size)
+        computed = inference_side(table_for(served), sizes).layout_of(job.rank)
+        engine = FakeVllm(lambda: computed.without(["lm_head.weight"]))
+        differs = rf"lm_head\.weight: on rank {job.rank} vLLM holds other parts of it"
+        with pytest.raises(ParameterMismatchError, match=differs):
+            build(job, lambda *_, **__: engine, served, model=model, generate_config=generate)
+        assert engine.is_shut_down
 
 
-def test_an_engine_without_all_its_tensors_is_shut_down(engines: Ranks, tmp_path: Path) -> None:
-    for rank, (error, was_ended) in enumerate(engines.launch(hold_less, 2, str(tmp_path))):
-        assert f"lm_head.weight: on rank {rank} vLLM holds other parts of it" in error
-        assert was_ended
-
-
-def quantise_whole_tensors(directory: str) -> None:
-    """Ask for quantised weights of a trainer that only stores tensors."""
-    dist.init_process_group("gloo")
-    model = Path(write_config(Path(directory), served_config("qwen3")))
+@on_engines(1)
+def test_trainers_that_cannot_quantise_are_refused(tmp_path: Path) -> None:
+    """A trainer that only stores tensors is asked for quantised weights."""
+    model = Path(write_config(tmp_path, served_config("qwen3")))
     weights = WholeTensors({"a.weight": torch.zeros(2, 2)}, 0)
     refused = has_violation(
         "generate_config.quantization", "cannot-quantise", "WholeTensors", "none"
@@ -109,31 +100,16 @@ def quantise_whole_tensors(directory: str) -> None:
                 assert quantised_table(config, weights, table, job) is table
 
 
-def test_trainers_that_cannot_quantise_are_refused(engines: Ranks, tmp_path: Path) -> None:
-    engines.launch(quantise_whole_tensors, 1, str(tmp_path))
-
-
-def fail_on_rank_1(model: Path) -> tuple[str, bool]:
-    """Fail to build on rank 1; return the error, and whether this rank's engine ended."""
-    dist.init_process_group("gloo")
-    job = Job.join(60)
-    engine = FakeVllm(lambda: Layout({}, {}))
-
-    def construct(*_args: Any, **_settings: Any) -> FakeVllm:
-        if job.rank == 1:
-            raise MemoryError("no memory on rank 1")
-        return engine
-
-    with pytest.raises(Exception, match="no memory on rank 1") as caught:
-        build(job, construct, model=model)
-    job.close()
-    dist.destroy_process_group()
-    return type(caught.value).__name__, engine.is_shut_down
-
-
-def test_an_engine_is_shut_down_if_another_rank_fails(engines: Ranks, tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", dict(DENSE))
-    (error, was_ended), (_, rank_1_ended) = engines.launch(fail_on_rank_1, 2, model)
-    assert error == RemoteError.__name__
-    assert was_ended
-    assert not rank_1_ended
+@on_engines(2)
+def test_an_engine_is_shut_down_if_another_rank_fails(tmp_path: Path) -> None:
+    with closing(Job.join(60)) as job:
+        engine = FakeVllm(lambda: Layout({}, {}))
+        construct = mock.Mock(
+            return_value=engine,
+            side_effect=MemoryError("no memory on rank 1") if job.rank == 1 else None,
+        )
+        model = write_config(tmp_path, dict(DENSE))
+        kind = RemoteError if job.rank == 0 else Exception
+        with pytest.raises(kind, match="no memory on rank 1"):
+            build(job, construct, model=model)
+        assert engine.is_shut_down is (job.rank == 0)
