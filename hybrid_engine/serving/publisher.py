@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotDone
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -91,11 +91,6 @@ from hybrid_engine.switch.states import State, Switch
 logger = logging.getLogger("hybrid_engine")
 
 _T = TypeVar("_T")
-
-_RECOVERED = (
-    "training state is on the device, and the next switch invites "
-    "the servers that are reachable then"
-)
 
 
 class WeightPublisher(Switch):
@@ -327,14 +322,11 @@ class WeightPublisher(Switch):
                 # After Ctrl-C some rank is in its next call already, where all ranks resynchronize.
                 raise
             self._recover(manager, calls, stays=switch_error is not None)
-            # Without all trainers, `_recover` would have raised.
-            with self._blaming_servers(
-                calls,
-                lambda why: ServerError(
-                    f"a server was lost in a switch; {why}", code="server-lost"
-                ),
-            ):
-                raise
+            if isinstance(error, LostRankError):
+                # The lost rank is a server's: without all trainers, `_recover` would have raised.
+                text = f"a server was lost in a switch; {_what_follows(error, calls)}"
+                raise ServerError(text, code="server-lost") from error
+            raise
         except BaseException as interrupt:
             self._leave_servers(interrupt)
             raise
@@ -459,13 +451,13 @@ class WeightPublisher(Switch):
                 )
             except Exception as error:
                 failure = error
-            with self._blaming_servers(
-                calls,
-                lambda why: ServerError(
-                    f"a server did not join; {why}", code="server-did-not-join"
-                ),
-            ):
+            try:
                 self.job.agreement.conclude("joining the servers", failure)
+            except LostRankError as error:
+                if self.job.agreement.lost is not None:
+                    raise
+                text = f"a server did not join; {_what_follows(error, calls)}"
+                raise ServerError(text, code="server-did-not-join") from error
             self._call_servers("joining the servers", lambda: self._await(calls))
             if self._check.is_on:
                 phase = "looking at what the servers compute"
@@ -497,18 +489,6 @@ class WeightPublisher(Switch):
         """Close all but the last `num_kept` stores."""
         while len(self._rendezvous) > num_kept:
             self._rendezvous.pop(0).close()
-
-    @contextmanager
-    def _blaming_servers(
-        self, calls: Sequence[Future[None]], error_of: Callable[[str], ServerError]
-    ) -> Iterator[None]:
-        """Raise `error_of` the reason if a server's rank is lost in the block, and no trainer's."""
-        try:
-            yield
-        except LostRankError as error:
-            if self.job.agreement.lost is not None:
-                raise
-            raise error_of(f"{_RECOVERED}. {error}{failures_of(calls)}") from error
 
     def _call_servers(self, phase: str, call: Callable[[], _T]) -> _T:
         """Run `call` on every rank; only the first rank has servers to call.
@@ -610,3 +590,11 @@ class WeightPublisher(Switch):
         self._manager = None
         if manager is not None:
             manager.close()
+
+
+def _what_follows(error: LostRankError, calls: Sequence[Future[None]]) -> str:
+    """Return what follows the loss of a server, and why it was lost."""
+    return (
+        "training state is on the device, and the next switch invites "
+        f"the servers that are reachable then. {error}{failures_of(calls)}"
+    )
