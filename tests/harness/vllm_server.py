@@ -157,15 +157,11 @@ def serving(
         _end(process)
 
 
-def _once_up(
-    process: subprocess.Popen[bytes], port_file: Path, address: str, log: Path, seconds: float = 300
-) -> Server:
+def _once_up(process: subprocess.Popen[bytes], port_file: Path, address: str, log: Path) -> Server:
     import requests
 
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
         if port_file.is_file() and (port := port_file.read_text()):
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"http://{address}:{port}/health", timeout=5).ok:

@@ -63,25 +63,25 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Tensor
     return write_config(directory, config)
 
 
-def fill_by_records(adaptor: Any, weights: Tensors, groups_at_once: int = 3) -> TensorDict:
+def fill_by_records(adaptor: Any, weights: Tensors) -> TensorDict:
     """Write tensors by the layout's records; return the parameters in the loader's layout."""
     parameters: TensorDict = {}
     with adaptor.observed(
         lambda name, tensor: parameters.__setitem__(name, tensor.detach().clone())
     ):
-        write_by_records(adaptor, weights, groups_at_once)
+        write_by_records(adaptor, weights)
     return parameters
 
 
-def write_by_records(adaptor: Any, weights: Tensors, groups_at_once: int = 3) -> None:
+def write_by_records(adaptor: Any, weights: Tensors) -> None:
     """Do the same as `fill_by_records` without observing the parameters."""
     layout = adaptor.layout()
     shards: dict[str, list[Any]] = {}
     for shard in layout.shards:
         shards.setdefault(layout.buffers[shard.place.buffer].group, []).append(shard)
     groups = sorted({buffer.group for buffer in layout.buffers.values()})
-    for start in range(0, len(groups), groups_at_once):
-        batch = groups[start : start + groups_at_once]
+    for start in range(0, len(groups), 3):
+        batch = groups[start : start + 3]
         buffers = adaptor.allocate(batch)
         with torch.no_grad():
             for shard in (shard for group in batch for shard in shards.get(group, ())):
