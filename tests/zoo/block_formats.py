@@ -16,6 +16,7 @@ import torch
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.values import Values
+from tests.zoo.families import read_config, write_config
 
 BLOCK = 128
 PUBLISHED_FP8 = {
@@ -228,9 +229,9 @@ def write_checkpoint(path: Path, tensors: Batch) -> None:
 
 def publish(path: Path, quantization_config: Mapping[str, Any]) -> None:
     """Add a quantization_config to a config.json."""
-    config = json.loads((path / "config.json").read_text())
+    config = read_config(path)
     config["quantization_config"] = quantization_config
-    (path / "config.json").write_text(json.dumps(config))
+    write_config(path, config)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ published checkpoint.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from tests.harness.torch_modes import other_torch_modes
 from tests.harness.values import Values
 from tests.hybrid_engine.backends.vllm.support import same_bits
 from tests.zoo import block_formats, sharded_models, workers
-from tests.zoo.families import served_config, write_config
+from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, read_canonical, token_batch
 
 # Over two ranks FSDP2 cuts the 384 rows of gate and up inside of a block, and those of others
@@ -171,7 +170,7 @@ def _gap(path: Path, weights: TensorDict, rows: list[list[int]], scored: torch.T
     """
     from transformers import AutoModelForCausalLM
 
-    config = {**json.loads((path / "config.json").read_text()), "quantization_config": None}
+    config = {**read_config(path), "quantization_config": None}
     directory = write_config(path / f"of rank {dist.get_rank()}", config)
     block_formats.write_checkpoint(
         directory, {name: tensor.float() for name, tensor in weights.items()}
@@ -191,8 +190,6 @@ FSDP2: dict[str, tuple[str, int, int, bool]] = {
     "fsdp2, mxfp4": ("mxfp4", 1, 384, False),
     "fsdp2, nvfp4, vLLM's TP 2": ("nvfp4", 2, 384, False),
     "fsdp2, ModelOpt's nvfp4, vLLM's TP 2": ("modelopt", 2, 384, False),
-}
-EXPERTS: dict[str, tuple[str, int, int, bool]] = {
     "experts, fp8": ("fp8", 1, 128, True),
     "experts, mxfp8": ("mxfp8", 1, 128, True),
     "experts, mxfp4": ("mxfp4", 1, 128, True),
@@ -229,59 +226,65 @@ GAPS = {"fp8": 0.08, "ue8m0": 0.08, "mxfp8": 0.08, "mxfp4": 0.3, "nvfp4": 0.2, "
 """Least difference of log-probabilities from those of the weights of training."""
 
 
-@on_engines({2: {**FSDP2, **EXPERTS}}, timeout=900)
+@on_engines({2: FSDP2}, timeout=900)
 def test_rollouts_of_fsdp2_are_those_of_a_published_checkpoint(tmp_path: Path, case: str) -> None:
-    """Train, switch and compare twice; then switch without quantisation."""
-    method, tp_size, intermediate_size, has_experts = {**FSDP2, **EXPERTS}[case]
+    """Train, switch and compare twice."""
+    method, tp_size, intermediate_size, has_experts = FSDP2[case]
     _write_config(tmp_path, intermediate_size, has_experts)
-    nbytes = []
-    plain_gaps = []
-    skipped = []
     of_experts = block_formats.experts_in_torch() if has_experts else contextlib.nullcontext()
     with block_formats.kernels_in_torch(), of_experts:
-        for quantization in (None, "none"):
-            model = sharded_models.from_config(tmp_path)
-            # Checkpoints in nvfp4 have scales of activations, which a trainer lacks.
-            scheme = "NVFP4" if method == "nvfp4" else ""
-            # ModelOpt's exclusions are parts of names, and `mlp.gate` is one of `mlp.gate_up_proj`.
-            excluded = ["lm_head", KEPT, *(ROUTERS if has_experts else ())]
-            model.config.quantization_config = block_formats.published(method, excluded, scheme)
-            settings = {
-                "tp_size": tp_size,
-                "quantization": quantization,
-                "incremental": "auto",
-                **ENGINE,
-            }
-            engine = engine_of(model, tmp_path, settings)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            for step in range(2):
-                with engine.train_context():
-                    _train(model, optimizer, step)
-                    if has_experts:
-                        # The model has the experts of a layer in one tensor.
-                        engine.save_hf_checkpoint(tmp_path / "weights")
-                        weights = read_canonical(tmp_path / "weights")
-                    else:
-                        # Of the state dict, because a checkpoint is what is compared with them.
-                        weights = {
-                            name: tensor.full_tensor().detach()
-                            for name, tensor in model.state_dict().items()
-                        }
-                with other_torch_modes():
-                    parameters = switch(engine)
-                if not step:
-                    nbytes.append(moved_nbytes(engine))
-                if quantization is None:
-                    gap = check_rollout(
-                        engine, tmp_path, method, weights, parameters, f"{KEPT}.weight"
-                    )
-                    plain_gaps.append(gap)
-            with engine.rollout_context():
-                skipped.append(engine.sharding.last_report.bytes_skipped)
-            engine.shutdown()
-    assert max(plain_gaps) > GAPS[method]
-    assert max(skipped) > 1e5 or has_experts, "unchanged weights are sent again"
-    check_shares(method, nbytes)
+        model = published_model(tmp_path, method, *(ROUTERS if has_experts else ()))
+        engine = engine_of(model, tmp_path, {"tp_size": tp_size, "incremental": "auto", **ENGINE})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        gaps = []
+        for step in range(2):
+            with engine.train_context():
+                _train(model, optimizer, step)
+                if has_experts:
+                    # The model has the experts of a layer in one tensor.
+                    engine.save_hf_checkpoint(tmp_path / "weights")
+                    weights = read_canonical(tmp_path / "weights")
+                else:
+                    # Of the state dict, because a checkpoint is what is compared with them.
+                    weights = {
+                        name: tensor.full_tensor().detach()
+                        for name, tensor in model.state_dict().items()
+                    }
+            with other_torch_modes():
+                parameters = switch(engine)
+            if not step:
+                check_share(method, engine, weights, 2 // tp_size)
+            kept = f"{KEPT}.weight"
+            gaps.append(check_rollout(engine, tmp_path, method, weights, parameters, kept))
+        with engine.rollout_context():
+            skipped = engine.sharding.last_report.bytes_skipped
+        engine.shutdown()
+    assert max(gaps) > GAPS[method]
+    assert skipped > 1e5 or has_experts, "unchanged weights are sent again"
+
+
+def published_model(path: Path, method: str, *excluded: str) -> Any:
+    """Return a model whose config is that of a checkpoint in a format."""
+    model = sharded_models.from_config(path)
+    # Checkpoints in nvfp4 have scales of activations, which a trainer lacks.
+    scheme = "NVFP4" if method == "nvfp4" else ""
+    # ModelOpt's exclusions are parts of names, and `mlp.gate` is one of `mlp.gate_up_proj`.
+    model.config.quantization_config = block_formats.published(
+        method, ["lm_head", KEPT, *excluded], scheme
+    )
+    return model
+
+
+@on_engines(2, timeout=900)
+def test_rollouts_are_unquantised_on_request(tmp_path: Path) -> None:
+    _write_config(tmp_path, 384, has_experts=False)
+    model = published_model(tmp_path, "fp8")
+    engine = engine_of(model, tmp_path, {"quantization": "none", **ENGINE})
+    nbytes = unquantised_nbytes(model.state_dict(), 2)
+    parameters = switch(engine)
+    assert {tensor.dtype for tensor in parameters.values()} == {torch.bfloat16}
+    assert moved_nbytes(engine) == nbytes
+    engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -299,32 +302,29 @@ def test_rollouts_of_megatron_are_those_of_a_published_checkpoint(model: Path, c
     Its initial weights are so small that bfloat16 hides the difference from unquantised ones.
     """
     method, actor = MEGATRON[case]
-    nbytes = []
     with block_formats.kernels_in_torch():
-        for quantization in (method, None):
-            worker = workers.build_worker(
-                model, actor, {"quantization": quantization, "verify": "full"}
-            )
-            for step in range(2):
-                with worker.train_context():
-                    worker.update(workers.batch(seed=step), workers.cross_entropy)
-                    worker.save_hf_checkpoint(str(model / "weights"))
-                weights = read_canonical(model / "weights")
-                with other_torch_modes():
-                    parameters = switch(worker)
-                if not step:
-                    nbytes.append(moved_nbytes(worker))
-                if quantization:
-                    check_rollout(worker, model, method, weights, parameters)
-            worker.shutdown()
-    check_shares(method, nbytes)
+        worker = workers.build_worker(model, actor, {"quantization": method, "verify": "full"})
+        for step in range(2):
+            with worker.train_context():
+                worker.update(workers.batch(seed=step), workers.cross_entropy)
+                worker.save_hf_checkpoint(str(model / "weights"))
+            weights = read_canonical(model / "weights")
+            with other_torch_modes():
+                parameters = switch(worker)
+            if not step:
+                check_share(method, worker, weights, 2)
+            check_rollout(worker, model, method, weights, parameters)
+        worker.shutdown()
 
 
-def check_shares(method: str, nbytes: list[int]) -> None:
-    """Compare the bytes of switches with and without quantisation."""
+def check_share(method: str, engine: Any, weights: TensorDict, num_replicas: int) -> None:
+    """Compare the bytes of the last switch with those of bfloat16."""
     least, most = BYTES[method]
-    quantised, plain = nbytes
-    assert least < quantised / plain < most
+    assert least < moved_nbytes(engine) / unquantised_nbytes(weights, num_replicas) < most
+
+
+def unquantised_nbytes(weights: TensorDict, num_replicas: int) -> int:
+    return 2 * num_replicas * sum(tensor.numel() for tensor in weights.values())
 
 
 def engine_of(model: Any, path: Path, settings: Values) -> HybridEngine:
