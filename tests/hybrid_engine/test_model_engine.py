@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +29,7 @@ from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.zoo import sharded_models
 from tests.zoo.abilities import stored_and_loaded
-from tests.zoo.families import served_config, write_config
+from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.tokenizers import save_numbers
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -410,5 +409,5 @@ def test_a_model_of_the_hub_has_its_tokenizer(
     model = SimpleNamespace(config=config)
     with ExitStack() as owner:
         directory_of_engine = _model_directory(model, owner)
-        assert json.loads((directory_of_engine / "config.json").read_text())["vocab_size"] == 256
+        assert read_config(directory_of_engine)["vocab_size"] == 256
     assert ModelTokenizer(_tokenizer_directory(model, None)).encode(["5 6"]) == [[5, 6]]

@@ -33,7 +33,7 @@ from megatron_patches.engines import ReshardingOptions, add_arguments
 from megatron_patches.patch import is_applied, patches_of, release_of
 from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
-from tests.hybrid_engine.tools.programs import run_python
+from tests.hybrid_engine.tools.programs import read_lines, run_python
 
 _FILES = {
     "megatron/training/__init__.py": "from megatron.training.training import pretrain\n",
@@ -250,7 +250,7 @@ def run(
 
 def calls(tree: Path) -> list[list[object]]:
     path = tree.parents[1] / "calls"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(path) if path.exists() else []
 
 
 def patch_source(tree: Path) -> None:

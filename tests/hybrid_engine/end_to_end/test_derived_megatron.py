@@ -65,6 +65,7 @@ from tests.hybrid_engine.end_to_end.own_layers import (
 )
 from tests.hybrid_engine.models.small_configs import small_config
 from tests.hybrid_engine.planning.cases import bytes_read
+from tests.zoo.families import write_config
 from tests.zoo.vision_models import required_environment
 
 PROMPTS = [[3, 5, 7, 9], [11, 13]]
@@ -284,9 +285,7 @@ def planned() -> list[list[Values]]:
     plans = []
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "config.json").write_text(
-                json.dumps(small_config(model.architecture))
-            )
+            write_config(Path(directory), small_config(model.architecture))
             actor = {**model.parallel, "seq_length": 32, "micro_batch_size": 1}
             actor["params_dtype"] = str(model.dtype).removeprefix("torch.")
             values = {
@@ -477,7 +476,7 @@ def _live(model: Model) -> Iterator[tuple[Any, Any, Path]]:
     hf_config = small_config(model.architecture)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(hf_config))
+        write_config(directory, hf_config)
         try:
             yield *_built(model, hf_config), directory
         finally:

@@ -36,8 +36,9 @@ from tests.hybrid_engine.megatron_script.test_runs import (
     ON_CPU,
     PYTHON_PATHS,
     Scripts,
-    lines,
 )
+from tests.hybrid_engine.tools.programs import read_lines
+from tests.zoo.families import write_config
 from tests.zoo.tokenizers import save_characters
 
 HAS_RL_LOOP = Path(CHECKOUT, "megatron/rl/rollout_granularity.py").is_file()
@@ -160,7 +161,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
         directory = here / name
         model = directory / "model"
         model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps({**case.hf_config, **COMMON_CONFIG}))
+        write_config(model, {**case.hf_config, **COMMON_CONFIG})
         save_characters(model, eos_token="~", pad_token="`")
         with serving(model, directory, *PLAIN, "--dtype", case.dtype, *FILLED) as server:
             generate = {
@@ -227,7 +228,7 @@ def test_rollouts_use_the_weights_of_the_last_step(runs: Runs, name: str) -> Non
     """Weights are bitwise equal, bytes are minimal, and training runs to its last iteration."""
     directory = runs(name)
     case = CASES[name]
-    switches = lines(directory / "out" / "switches.jsonl")
+    switches = read_lines(directory / "out" / "switches.jsonl")
     filled = switches[::2]
     back = switches[1::2]
     assert (
@@ -278,7 +279,7 @@ def test_log_probabilities_match_the_trainer(runs: Runs, name: str) -> None:
     directory = runs(name)
     case = CASES[name]
     compared = [
-        line for line in lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line
+        line for line in read_lines(directory / "wandb.jsonl") if "max_piold_to_inf_prob" in line
     ]
     by_step = {line["step"]: line for line in compared}
     assert by_step.keys() >= case.rollouts.keys()
@@ -305,9 +306,11 @@ def test_a_resumed_run_continues_with_the_saved_weights(start: Starts) -> None:
     loading = f"--ckpt-format torch --load {first.parent / 'saved'}"
     second, ended = start("second", replace(case, flags=f"{case.flags} {loading}", last=4))
     assert ended.status == 0, ended.output
-    filled = lines(second / "out" / "switches.jsonl")[::2]
+    filled = read_lines(second / "out" / "switches.jsonl")[::2]
     assert [switch["version"] for switch in filled] == [2, 3, 4]
-    compared = [line for line in lines(second / "wandb.jsonl") if "max_piold_to_inf_prob" in line]
+    compared = [
+        line for line in read_lines(second / "wandb.jsonl") if "max_piold_to_inf_prob" in line
+    ]
     assert {line["step"] for line in compared} == {2, 3}
     assert all(
         line["max_piold_to_inf_prob"] == pytest.approx(1, abs=case.close) for line in compared
@@ -326,7 +329,10 @@ def test_a_failed_rollout_ends_both_ranks(start: Starts, action: str, message: s
     assert ended.status not in (0, None), "must fail, and must not hang"
     assert message in ended.output
     assert time.monotonic() - started < 110
-    assert [switch["version"] for switch in lines(directory / "out" / "switches.jsonl")] == [0, 0]
+    assert [switch["version"] for switch in read_lines(directory / "out" / "switches.jsonl")] == [
+        0,
+        0,
+    ]
 
 
 # -- interface without Megatron --------------------------------------------------------------------

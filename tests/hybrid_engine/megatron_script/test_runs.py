@@ -28,6 +28,8 @@ from hybrid_engine.tools.launching import Ended, run_ranks
 from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.hybrid_engine.tools.programs import read_lines
+from tests.zoo.families import write_config
 
 # A stand-in for wandb, and callbacks: in a run, package `tests` is the checkout's.
 SCRIPT_PATH = Path(__file__).parent / "script_path"
@@ -195,7 +197,7 @@ class Scripts:
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
             model = directory / name
             model.mkdir()
-            (model / "config.json").write_text(json.dumps(config))
+            write_config(model, config)
             ours = {"model": str(model), "generate_config": settings, "sampling": {"n": 2}}
             (directory / f"{name}.yaml").write_text(json.dumps(ours))
         self.prompts = directory / "prompts.jsonl"
@@ -334,10 +336,6 @@ def distributed_checkpoint(directory: Path) -> Values:
     return torch.load(whole, weights_only=False)
 
 
-def lines(path: Path) -> list[Values]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def logged_losses(directory: Path) -> list[str]:
     """Return the lines of Megatron's output that have losses, without dates and times."""
     matching = [
@@ -360,13 +358,13 @@ def test_losses_are_equal_to_the_last_digit(runs: Runs, name: str, way: str) -> 
 def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> None:
     directory = runs(name, way)
     versions = CASES[name].versions
-    samples = lines(directory / "samples" / "samples.jsonl")
+    samples = read_lines(directory / "samples" / "samples.jsonl")
     assert [sample["iteration"] for sample in samples] == [
         iteration for iteration in versions for _ in range(4)
     ]
     assert all(len(sample["log_probs"]) == len(sample["token_ids"]) > 0 for sample in samples)
     assert {sample["prompt"] for sample in samples if "prompt" in sample} == {"5 6 7 8"}
-    switches = lines(directory / "samples" / "switches.jsonl")
+    switches = read_lines(directory / "samples" / "switches.jsonl")
     assert [switch["version"] for switch in switches] == [
         version for version in versions.values() for _ in range(2)
     ]
@@ -416,14 +414,16 @@ def test_servers_replace_vllm_in_megatrons_process(scripts: Scripts, runs: Runs)
         ours = scripts.resharding(replace(case, model="served"))
         directory = scripts.run("TP served", case, SAVING, case.flags, ours)
     assert scalars(directory) == scalars(runs("TP", "without"))
-    samples = lines(directory / "samples" / "samples.jsonl")
+    samples = read_lines(directory / "samples" / "samples.jsonl")
     assert [sample["iteration"] for sample in samples] == [
         iteration for iteration in case.versions for _ in range(4)
     ]
 
 
 def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
-    first, second = (lines(runs("DP", "launcher") / f"callback{rank}.jsonl") for rank in range(2))
+    first, second = (
+        read_lines(runs("DP", "launcher") / f"callback{rank}.jsonl") for rank in range(2)
+    )
     assert first == second
     assert [len(tokens) for tokens in first] == [3, 3]
 
@@ -456,8 +456,8 @@ def test_a_resumed_run_continues_with_and_without_resharding(
     whole = dict(scalars(first)["lm loss"])
     assert dict(plain["lm loss"]) == {step: whole[step] for step in (5, 6)}
     for file in ("samples.jsonl", "switches.jsonl"):
-        before = [line for line in lines(first / "samples" / file) if line["iteration"] > 4]
-        again = lines(resumed / "samples" / file)
+        before = [line for line in read_lines(first / "samples" / file) if line["iteration"] > 4]
+        again = read_lines(resumed / "samples" / file)
         assert len(again) == len(before)
         for key in ("iteration", "version", "token_ids", "log_probs"):
             assert [line.get(key) for line in again] == [line.get(key) for line in before]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
+from tests.hybrid_engine.tools.programs import read_lines
 
 
 class Timers:
@@ -95,9 +95,7 @@ def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
         notes.record(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
         notes.log_times(8)
     written = tmp_path / "True"
-    first, second = (
-        json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines()
-    )
+    first, second = read_lines(written / "samples.jsonl")
     assert first == {
         "iteration": 8,
         "prompt": "7 8",
@@ -109,7 +107,7 @@ def test_one_rank_writes_samples_and_reports(tmp_path: Path) -> None:
     }
     assert "text" not in second
     assert second["token_ids"] == [6]
-    switches = [json.loads(line) for line in (written / "switches.jsonl").read_text().splitlines()]
+    switches = read_lines(written / "switches.jsonl")
     assert [switch["direction"] for switch in switches] == ["train->infer", "infer->train"]
     assert not (tmp_path / "False").exists()
     assert scalars["resharding/train->infer seconds"] == 0.5
@@ -148,7 +146,7 @@ def test_a_full_disk_drops_lines_without_an_error(
     assert "2 lines dropped so far, training goes on" in caplog.text
     assert path.read_text() == '{"iteration": 1}\n'
     notes.record(3, [report("train->infer")], [sample])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+    assert read_lines(path) == [
         {"iteration": 1},
         sample,
     ]

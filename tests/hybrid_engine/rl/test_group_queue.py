@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tests.harness.vllm_server import FILLED, PLAIN, serving
 from tests.hybrid_engine.rl.stand_ins import stand_in
 from tests.hybrid_engine.serving.test_requests import replay
 from tests.hybrid_engine.serving.test_servers import config_of, write_model
+from tests.hybrid_engine.tools.programs import read_lines
 
 Served = tuple[str, str]
 """A model, and the address of its server."""
@@ -122,11 +122,9 @@ def test_steps_are_drawn_ahead(served: Served, tmp_path: Path) -> None:
         row["generation_wait_seconds"] >= 0 and 0 <= row["queue_length"] <= 3 for row in rows
     )
     lines = [
-        (step, json.loads(line))
+        (step, line)
         for step in range(1, 6)
-        for line in (tmp_path / "2" / "completions" / f"step-{step:06d}.jsonl")
-        .read_text()
-        .splitlines()
+        for line in read_lines(tmp_path / "2" / "completions" / f"step-{step:06d}.jsonl")
     ]
     samples: Any = [
         SimpleNamespace(prompt=line["prompt"], tokens=line["token_ids"]) for _, line in lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.harness.errors import has_violation, has_violations, violations_of
 from tests.harness.launch import REPO_ROOT, of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.rl.stand_ins import stand_in
+from tests.hybrid_engine.tools.programs import read_lines
 from tests.zoo import workers
 from tests.zoo.tokenizers import save_characters
 
@@ -291,7 +291,7 @@ def check_failures(worker: ActorHybridWorker, chats: list[Any]) -> None:
 
 def rows_of(out: Path) -> list[dict[str, float]]:
     """Return the rows of a run without times and memory."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(out / "metrics.jsonl")
     measured = ("seconds", "rss_bytes", "peak_bytes")
     return [
         {key: value for key, value in row.items() if not key.endswith(measured)} for row in rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.harness.launch import of_all_ranks, on_engines
 from tests.harness.values import Values
 from tests.hybrid_engine.rl.test_loop import PROMPTS
 from tests.hybrid_engine.rl.test_loop import reward as parity
+from tests.hybrid_engine.tools.programs import read_lines
 from tests.zoo import workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -141,12 +141,7 @@ def test_several_rewards_and_rows_of_completions(model: Path, tmp_path: Path) ->
     checkpoints = tmp_path / "several" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000002"]
     for step, row in enumerate(steps, start=1):
-        lines = (
-            (tmp_path / "several" / "completions" / f"step-{step:06d}.jsonl")
-            .read_text()
-            .splitlines()
-        )
-        samples = [json.loads(line) for line in lines]
+        samples = read_lines(tmp_path / "several" / "completions" / f"step-{step:06d}.jsonl")
         assert len(samples) == 8
         assert sum(sample["reward"] for sample in samples) / 8 == pytest.approx(
             row["reward"], abs=1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ from tests.harness.errors import has_violation, refused
 from tests.harness.launch import REPO_ROOT
 from tests.harness.small_disks import file_size_limit
 from tests.harness.values import Values
+from tests.hybrid_engine.tools.programs import read_lines
 
 
 class WithoutTokenizer:
@@ -67,7 +67,7 @@ def test_a_line_has_everything_about_a_completion(tmp_path: Path) -> None:
     log = CompletionLog(tmp_path)
     unscored = sample(completion=WithoutTokenizer(), reward=math.nan, rewards={"exact": math.nan})
     log.write(3, [sample(), unscored, sample(prompt={"prompt": "2 + 2", **COLUMNS})])
-    first, second, third = map(json.loads, log.path(3).read_text().splitlines())
+    first, second, third = read_lines(log.path(3))
     assert first == {
         "prompt": "2 + 2",
         "columns": {"answer": 4},

@@ -35,6 +35,7 @@ from tests.harness.launch import on_engines
 from tests.harness.values import Values
 from tests.harness.vllm_server import FILLED, PLAIN, Server, serving
 from tests.hybrid_engine.serving.test_servers import config_of, train_step, write_model
+from tests.zoo.families import read_config, write_config
 
 MODES = ("keep", "wait", "abort")
 LENGTH = 256
@@ -413,8 +414,8 @@ def test_a_server_with_other_settings_does_not_generate(
     os.environ[TOKEN] = SECRET
     other = tmp_path / "model"
     shutil.copytree(model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, **OTHER_SETTINGS[name]}))
+    config = read_config(other)
+    write_config(other, {**config, **OTHER_SETTINGS[name]})
     with ActorHybridWorker(config_of(str(other), [url], {}, release_weights=False)) as worker:
         if name == "changed after a publish":
             worker.sharding.enter(State.INFER)

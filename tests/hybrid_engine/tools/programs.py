@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,11 @@ def run_python(
     )
     assert status in (None, ended.returncode), ended.stdout + ended.stderr
     return ended
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the values in a file of JSON lines, which programs write."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def invoke(*words: object, status: int | None = 0) -> Result:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.harness.launch import REPO_ROOT
-from tests.hybrid_engine.tools.programs import invoke, run_python
+from tests.hybrid_engine.tools.programs import invoke, read_lines, run_python
 
 ACTOR = {
     "tensor_model_parallel_size": 2,
@@ -96,8 +96,7 @@ def test_a_run_and_its_continuation(file: Path) -> None:
     for steps in (2, 3):
         words = "train", file, f"run.grpo.steps={steps}", "--ranks", 2
         outputs.append(run_python("-m", "hybrid_engine", *words, status=0, timeout=None).stdout)
-    lines = (file.parent / "out" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_lines(file.parent / "out" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert "step 1/3" not in outputs[1]
     for row in rows:
