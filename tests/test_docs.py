@@ -218,13 +218,15 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
     assert len(statements) <= 15
     model = mock.MagicMock()
     model.parameters.return_value = [torch.zeros(1, requires_grad=True)]
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: model)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", mock.MagicMock())
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: model)
+    tokenizer = mock.MagicMock()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
     engine = mock.create_autospec(hybrid_engine.HybridEngine, instance=True)
     monkeypatch.setattr("hybrid_engine.HybridEngine", mock.Mock(return_value=engine))
     exec(around, {})
-    rows = engine.generate.return_value
-    assert model.call_args_list == [mock.call(rows, labels=rows)] * 3
+    text = tokenizer.return_value.input_ids
+    assert model.call_args_list == [mock.call(text, labels=text)] * 4
+    assert engine.generate.call_count == 4
 
     train = mock.create_autospec(hybrid_engine.rl.train)
     monkeypatch.setattr("hybrid_engine.rl.train", train)
