@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -134,35 +135,6 @@ def first_members(classes: np.ndarray) -> np.ndarray:
     return np.unique(classes, return_index=True)[1]
 
 
-class Interned:
-    """Pool of equal arrays of ranks, and of equal tuples of owners, as one object each."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[bytes, np.ndarray] = {}
-        self._owners: dict[object, TensorOwners] = {}
-
-    def ranks(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the array of these ranks, sorted."""
-        ordered = np.sort(np.asarray(ranks, dtype=np.int64))
-        return self._ranks.setdefault(ordered.tobytes(), ordered)
-
-    def owners(self, boxes: Iterable[BoxOwners]) -> TensorOwners:
-        """Return the tuple of these boxes, sorted, with the owners of equal boxes joined."""
-        by_box: dict[Box, list[np.ndarray]] = {}
-        for box in boxes:
-            by_box.setdefault((box.offsets, box.lengths), []).append(box.ranks)
-        joined = []
-        # Bounds are distinct, so sorting never gets to compare lists of arrays.
-        for bounds, parts in sorted(by_box.items()):
-            # A single array is interned already.
-            ranks = parts[0] if len(parts) == 1 else self.ranks(np.concatenate(parts))
-            joined.append((bounds, ranks))
-        key = tuple((bounds, ranks.tobytes()) for bounds, ranks in joined)
-        if key not in self._owners:
-            self._owners[key] = tuple(BoxOwners(*bounds, ranks) for bounds, ranks in joined)
-        return self._owners[key]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBox:
     """A box at the same place of a buffer on several ranks.
@@ -219,17 +191,29 @@ class Holdings:
 
         The boxes of a tensor are sorted and distinct; equal tuples are one object.
         """
-        interned = Interned()
-        by_boxes: dict[tuple[int, ...], TensorOwners] = {}
-        owners: dict[str, TensorOwners] = {}
-        for name, parts in self.placed.items():
-            # `placed` keeps the tuples alive, so their ids stay unique.
-            key = tuple(id(part.boxes) for part in parts)
-            if key not in by_boxes:
-                boxes = (box.owners for part in parts for box in part.boxes)
-                by_boxes[key] = interned.owners(boxes)
-            owners[name] = by_boxes[key]
-        return owners
+        distinct_ranks: dict[bytes, np.ndarray] = {}
+        distinct_owners: dict[object, TensorOwners] = {}
+
+        @cache
+        def joined(*parts: tuple[PlacedBox, ...]) -> TensorOwners:
+            """Return the boxes of a tensor, sorted, with the ranks of equal boxes joined."""
+            by_box: dict[Box, list[np.ndarray]] = {}
+            for placed in chain(*parts):
+                box = (placed.owners.offsets, placed.owners.lengths)
+                by_box.setdefault(box, []).append(placed.owners.ranks)
+            boxes = []
+            # Boxes are distinct, so sorting never gets to compare lists of arrays.
+            for box, of_box in sorted(by_box.items()):
+                # A single array is sorted already.
+                ranks = of_box[0] if len(of_box) == 1 else np.sort(np.concatenate(of_box))
+                boxes.append(BoxOwners(*box, distinct_ranks.setdefault(ranks.tobytes(), ranks)))
+            # Equal ranks are one array, which `distinct_ranks` keeps alive.
+            key = tuple((box.offsets, box.lengths, id(box.ranks)) for box in boxes)
+            return distinct_owners.setdefault(key, tuple(boxes))
+
+        return {
+            name: joined(*(part.boxes for part in parts)) for name, parts in self.placed.items()
+        }
 
     @property
     def model_nbytes(self) -> int:
