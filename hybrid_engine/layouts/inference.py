@@ -85,7 +85,7 @@ class _VllmSide:
         self._layer_bounds = stage_bounds(table.dims.num_layers, parallelism.pipeline)
         self._expert_bounds = expert_bounds(table.dims.num_experts, parallelism.expert)
         self._groups: dict[str, str] = {}
-        self._ranks: dict[tuple[int, int | None, int | None], np.ndarray] = {}
+        self._ranks: dict[tuple[int, int | None, tuple[int, ...]], np.ndarray] = {}
         self._pieces: dict[object, list[tuple[PlacedBox, ...]]] = {}
 
     def build(self) -> SideLayout:
@@ -117,7 +117,7 @@ class _VllmSide:
             shape = self._table.shapes[tensor]
             rows = self._sizes.padded_vocabulary(shape[0]) // self._sizes.tensor
             numel = rows * math.prod(shape[1:])
-            self._side.add_elements(self._ranks_of(stage, None, None), numel, of_expert=False)
+            self._side.add_elements(self._ranks_of(stage, None), numel, of_expert=False)
             return
         for piece in pieces:
             self._side.add_elements(
@@ -164,13 +164,12 @@ class _VllmSide:
         dim = parameter.packing.dim
         # With EP every expert is whole on one rank of an instance.
         if block is not None or self._is_whole(parameter):
-            ranks = self._ranks_of(stage, block, None)
+            ranks = self._ranks_of(stage, block)
             return (_piece(shape, dim, (0, shape[dim]), ranks, 0),)
         pieces = []
         for number, ranks_by_span in enumerate(self._cuts(parameter, tensor, shape[dim])):
             for span, tp_ranks in ranks_by_span.items():
-                parts = [self._ranks_of(stage, block, tp_rank) for tp_rank in tp_ranks]
-                ranks = np.sort(np.concatenate(parts))
+                ranks = self._ranks_of(stage, None, *tp_ranks)
                 pieces.append(_piece(shape, dim, span, ranks, number))
         return tuple(pieces)
 
@@ -229,13 +228,13 @@ class _VllmSide:
             kind = type(packing).__name__
             raise TypeError(f"{tensor}: vLLM's cut of a {kind} is not implemented")
 
-    def _ranks_of(self, stage: int, block: int | None, tp_rank: int | None) -> np.ndarray:
-        """Return the ranks of a stage with a block of experts or a tensor parallel rank.
+    def _ranks_of(self, stage: int, block: int | None, *tp_ranks: int) -> np.ndarray:
+        """Return the ranks of a stage with a block of experts or any of some tensor parallel ranks.
 
-        None selects all. Equal arguments return the same array, because `SideBuilder` relies on
-        identity.
+        Without both, all ranks of the stage. Equal arguments return the same array, because
+        `SideBuilder` relies on identity.
         """
-        key = (stage, block, tp_rank)
+        key = (stage, block, tp_ranks)
         if key not in self._ranks:
             ranks = self._sizes.ranks[:, :, stage]
             if block is not None:
@@ -244,8 +243,8 @@ class _VllmSide:
                 # TP 2 and EP 4: block 3 is on replica 1 and tensor parallel rank 1 of every
                 # instance.
                 ranks = ranks[:, block // self._sizes.tensor, block % self._sizes.tensor]
-            elif tp_rank is not None:
-                ranks = ranks[:, :, tp_rank]
+            elif tp_ranks:
+                ranks = ranks[:, :, tp_ranks]
             self._ranks[key] = np.sort(ranks.ravel())
         return self._ranks[key]
 
