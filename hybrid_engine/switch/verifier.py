@@ -73,7 +73,7 @@ class Verifier:
         self, source: Side, destination: Side, rank: int, mode: Literal["sample", "full"]
     ) -> None:
         inference = destination.holdings
-        self.dtypes: Mapping[str, str] = {name: inference.dtypes[name] for name in inference.owners}
+        self.dtypes = inference.dtypes
         self.source = self._regions_of(source.kind(rank), inference.owners)
         self.destination = self._regions_of(destination.kind(rank), source.holdings.owners)
         self.compared: set[str] = set()
