@@ -109,7 +109,8 @@ class CollectiveTransport(Transport):
         self._planner = MessagePlanner(
             context.rank,
             context.source_buffers,
-            {**context.destination_buffers, **self._relays.buffers},
+            context.destination_buffers,
+            self._relays.buffers,
         )
         self._group = context.group
         self._notify_group = context.notify_group

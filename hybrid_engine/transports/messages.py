@@ -138,12 +138,15 @@ class MessagePlanner:
     """Derives one rank's messages.
 
     Attributes:
-        source_buffers, destination_buffers: see `TransportContext`; relay buffers are destinations.
+        source_buffers, destination_buffers: see `TransportContext`. Looked up and never copied,
+            because a job has millions.
+        relay_buffers: further destinations.
     """
 
     rank: int
     source_buffers: Mapping[BufferId, Buffer]
     destination_buffers: Mapping[BufferId, Buffer]
+    relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
         """Return the messages that this rank sends and receives, by ascending peer.
@@ -169,7 +172,10 @@ class MessagePlanner:
         end = HEADER_NBYTES
         for transfer in transfers:
             source = self.source_buffers[transfer.src.buffer]
-            destination = self.destination_buffers.get(transfer.dst.buffer, source)
+            others = self.destination_buffers
+            if transfer.dst.buffer in self.relay_buffers:
+                others = self.relay_buffers
+            destination = others.get(transfer.dst.buffer, source)
             dtype = getattr(torch, wire_dtype(source.dtype, destination.dtype))
             # torch views bytes as elements only at aligned addresses.
             start = round_up(end, dtype.itemsize)

@@ -20,6 +20,7 @@ from hybrid_engine.errors import ConfigError, ReshardError, TransportError
 from hybrid_engine.memory import descriptors, device_pages
 from hybrid_engine.ranks import groups
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records import sides
 from hybrid_engine.switch import setup
 from hybrid_engine.switch.setup import hosts_without_access
 from hybrid_engine.transports.collective import CollectiveTransport
@@ -195,7 +196,11 @@ def switch_with_another_directory(other: str) -> None:
             f"another {directory})"
         )
         real = CollectiveTransport.meet
-        with mock.patch.object(CollectiveTransport, "meet", autospec=True, side_effect=real) as met:
+        with (
+            mock.patch.object(CollectiveTransport, "meet", autospec=True, side_effect=real) as met,
+            # No entry is made for each buffer of each rank.
+            mock.patch.object(sides._BuffersOfSide, "__iter__", side_effect=AssertionError),
+        ):
             check_switches("collective", f"{READ}{rank}; {others}")
         assert met.call_args.args[1] == {1 - rank}
 

@@ -266,7 +266,7 @@ def test_messages_have_the_bytes_that_the_plan_counts(case: PlannedCase) -> None
         received = Counter()
         for rank in range(len(case.hosts)):
             messages = MessagePlanner(
-                rank, case.source.buffers, {**case.destination.buffers, **planned.relays}
+                rank, case.source.buffers, case.destination.buffers, planned.relays
             )
             between = [
                 moved
