@@ -56,6 +56,7 @@ def block_scales(
         divisors = rounded / of_tensor if form.tensor_scale.divides else rounded * of_tensor
         return rounded.to(dtype), divisors
     if form.powers_of_two:
+        # Largest 1000 of e4m3, which ends at 448: log2(2.23) = 1.16, so the scale is 4.
         exponents = (largest.clamp(min=_SMALLEST) / form.element.largest).log2().ceil()
         scales = torch.pow(2.0, exponents)
         return scales, scales
@@ -82,6 +83,7 @@ def power_of_two(largest: torch.Tensor, exponent: int) -> torch.Tensor:
     The block's largest magnitude, rounded down to a power of two, or up from `_ROUNDED_UP`, over
     2**exponent.
     """
+    # 1000 is 0.977 * 2**10, rounded up to 2**10. Over 2**8 for e4m3: 4, stored as 2 + 127.
     mantissa, above = torch.frexp(largest)  # mantissa in [0.5, 1)
     rounded = above - 1 + (mantissa >= _ROUNDED_UP / 2)
     stored = (rounded - exponent + _E8M0_BIAS).clamp(0, 254)
@@ -96,6 +98,8 @@ def elements(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     if form.element.per_byte == 1:
         return quotients.to(getattr(torch, form.element.dtype))
     bounds = _bounds().to(quotients.device)
+    # 2.6 lies above 0.25, 0.75, 1.25, 1.75 and 2.5: code 5, which is 3. Bit 3 is the sign; the
+    # first of two elements has the low bits of the byte.
     codes = torch.bucketize(quotients.abs().contiguous(), bounds, out_int32=True).to(torch.uint8)
     codes |= (quotients < 0).to(torch.uint8) << 3
     return codes[:, ::2] | codes[:, 1::2] << 4

@@ -170,6 +170,8 @@ class QuantisedSources:
 
     def _by_blocks(self, part: StoredScales, device: torch.device) -> StoredScales:
         """Return the part with rows and columns of each block of the format, all if it has more."""
+        # Rows 0 to 255 with one stored scale for 64 rows, in blocks of 128: (block, stored) are
+        # (0, 0), (0, 1), (1, 2), (1, 3). Four rows for two blocks: `_require_same_blocks` refuses.
         numbers = []
         sizes = (self._format.blocks.rows, self._format.blocks.columns)
         of_dims = zip((part.rows, part.columns), part.region.offsets, sizes, strict=True)
@@ -208,6 +210,7 @@ class QuantisedSources:
             )
 
     def _is_cut(self, name: str, held: Sequence[Region]) -> bool:
+        # All elements of the blocks that the parts touch, without the parts: others hold the rest.
         blocks = self._format.blocks
         needed = [blocks.weights_of(blocks.touched(part), self._shapes[name]) for part in held]
         return bool(subtract_all(list(dict.fromkeys(needed)), list(held)))
@@ -274,6 +277,8 @@ class QuantisedSources:
         rows, columns = blocks.touched(shard.region).lengths
         top, left = self._start_in_block(shard.region)
         height, width = shard.region.lengths
+        # Zeros up to whole blocks, which are never the largest: rows 96 to 159 in blocks of 128 get
+        # 96 rows above and 96 below.
         padding = (
             left,
             columns * blocks.columns - left - width,
@@ -287,6 +292,7 @@ class QuantisedSources:
         """Return the divisor of each element of a region."""
         top, left = self._start_in_block(region)
         height, width = region.lengths
+        # Rows 96 to 159 in blocks of 128: each of two divisors 128 times, then 96 to 159 of these.
         rows = divisors.repeat_interleave(self._format.blocks.rows, 0)[top : top + height]
         return rows.repeat_interleave(self._format.blocks.columns, 1)[:, left : left + width]
 

@@ -190,7 +190,7 @@ def attention_differences(
     for difference, common in sorted(layers.items(), key=lambda item: sorted(item[1])):
         by_trainer, by_vllm = difference.values
         values = f"{by_trainer} for the trainer and {by_vllm} for vLLM"
-        is_reached = difference.reach < num_run
+        is_reached = difference.reach < num_run  # the index: False is 0, True is 1
         texts[is_reached].append(f"in {ranges(sorted(common))}, {difference.name} is {values}")
     return texts
 
@@ -207,6 +207,7 @@ def unread_layers(trainer: Iterable[AlikeLayers], inference: Iterable[AlikeLayer
         for attention, numbers in side.items()
         if None in (attention.scale, attention.rotary)
     ]
+    # Layers that only one of the sides has cannot be compared, either.
     first, second = (set[int]().union(*side.values()) for side in sides)
     return sorted((first ^ second).union(*unread))
 
@@ -267,6 +268,7 @@ def _rotary_differences(first: Rotary, second: Rotary) -> Iterator[Difference]:
         if wrong:
             # The lowest frequency, where rope scalings differ most.
             name, unit = f"the angle of rotary pair {wrong[-1]} at position {position}", "radians"
+            # One token turns a pair by its frequency.
             if position == 1:
                 name, unit = f"rotary frequency {wrong[-1]}", "radians per token"
             values = tuple(f"{angle} {unit}" for angle in _numbers_of(*pairs[wrong[-1]]))
@@ -288,6 +290,7 @@ def _is_same_angle(angles: tuple[float, float], turned: float, rounding: float) 
         turned: angle without its whole turns, to which frequencies' errors are relative.
         rounding: relative error of cosines and sines; of a small angle it is relative as well.
     """
+    # Angles of 3.1 and -3.1 are 0.083 apart, not 6.2: a whole turn changes nothing.
     difference = abs(math.remainder(angles[0] - angles[1], 2 * math.pi))
     return difference <= _RELATIVE_ERROR * turned + rounding * min(1.0, 2 * abs(angles[0]))
 

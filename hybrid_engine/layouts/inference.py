@@ -114,6 +114,7 @@ class _VllmSide:
         self._side.add(tensor, PlacedBoxes(pieces, {"tensor": tensor}, group))
         if isinstance(parameter.packing, Vocabulary):
             # Padding counts as well, and the last ranks may have only padding and no piece.
+            # 32,001 rows are padded to 32,064: 16,032 on each of two ranks.
             shape = self._table.shapes[tensor]
             rows = self._sizes.padded_vocabulary(shape[0]) // self._sizes.tensor
             numel = rows * math.prod(shape[1:])

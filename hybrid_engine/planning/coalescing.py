@@ -78,6 +78,8 @@ def _regular_runs(
 
     `offsets`: (source offset, destination offset) of each place, sorted by destination.
     """
+    # Places (0, 0), (4, 8), (8, 16), (9, 20): distances (4, 8), (4, 8), (1, 4), so the first three
+    # are a run and the last is one of its own.
     distances = [
         (after[0] - before[0], after[1] - before[1]) for before, after in pairwise(offsets)
     ]

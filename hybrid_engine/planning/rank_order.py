@@ -195,6 +195,7 @@ def _exchange(
     """Assign every block of positions the best part of the ranks, and write it into `order`."""
     part_kinds, kind_of_part = _kinds(gain.rank_class, parts)
     block_kinds, kind_of_block = _kinds(gain.position_class, blocks)
+    # Bytes in place for the best order within a part, of each kind of part and of block.
     gains = np.array(
         [[gain.best(ranks, block)[0] for block in block_kinds] for ranks in part_kinds],
     )
@@ -226,6 +227,7 @@ def _tensor_groups(hosts: Hosts, tensor: int) -> list[np.ndarray] | None:
 
     None if sequential order spreads any group over several hosts.
     """
+    # Sizes of 8 ranks and tensor parallel 4: rows [0, 1, 2, 3] and [4, 5, 6, 7].
     groups = np.arange(len(hosts.numbers)).reshape(-1, tensor)
     host_of = hosts.numbers[groups]
     if (host_of != host_of[:, :1]).any():
