@@ -118,8 +118,11 @@ class CudaDriver:
 
     def import_at(self, address: int, nbytes: int, descriptor: int) -> None:
         """Map memory that another process exported; the descriptor is not kept."""
-        handle = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
-        self._map_alone(address, nbytes, handle)
+        self._map_alone(address, nbytes, self.import_descriptor(descriptor))
+
+    def import_descriptor(self, descriptor: int) -> Any:
+        """Return a handle of the memory behind a descriptor of another process."""
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
 
     def _map_alone(self, address: int, nbytes: int, handle: Any) -> None:
         """Map memory, and release its handle: the mapping alone keeps the memory."""
