@@ -217,6 +217,7 @@ class CollectiveTransport(Transport):
         """Exchange headers with the peers; see `context.Transport`."""
         # NCCL connects two ranks, and allocates memory for them, at their first message.
         self._exchange_headers(0, "first message", self._group, peers, peers, "")
+        self.take_costs()  # not those of the first fill
 
     def trim(self) -> Costs:
         """Free the staging memory, which the next bucket allocates again; see the base class."""

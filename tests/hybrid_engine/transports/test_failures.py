@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.planning.plan import Bucket, Costs, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports import deltas
 from hybrid_engine.transports.context import TransportContext
@@ -91,6 +91,8 @@ def test_peers_meet_before_the_first_bucket() -> None:
     plan = ReshardPlan(BUCKETS, (), "")
     with connected(timeout=0.5) as peers:
         assert outcome_of(lambda: peers.router.meet(plan)) == "ok"
+        # The first fill's costs have none of this.
+        assert peers.router._transports["collective"].take_costs() == Costs()
         if peers.rank == 0:
             alone = outcome_of(lambda: peers.router.meet(plan))
             missing = ("phase first message", "peer 1", "nothing for 0.5 seconds")
