@@ -128,7 +128,7 @@ def test_a_public_server_address_is_allowed_by_the_same_key_as_servers(
 ) -> None:
     inference._generate = inference._generate.model_copy(update={"server_allow_public": is_allowed})
     monkeypatch.setattr(server_inference, "WeightPublisher", lambda *_, **settings: settings)
-    assert inference.switch(None, None)["allow_public"] is is_allowed  # type: ignore[arg-type, index]
+    assert inference.switch(None, None)["config"].server_allow_public is is_allowed  # type: ignore[arg-type, index]
 
 
 def test_single_completions_alternate_between_servers(
