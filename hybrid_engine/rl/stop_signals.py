@@ -78,7 +78,8 @@ class StopSignals:
         while not self._is_broken():
             if self._has_left.wait(_SECONDS_BETWEEN_LOOKS):
                 return
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._has_left.is_set():  # the context may have ended meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _ACTIVE: WeakSet[StopSignals] = WeakSet()

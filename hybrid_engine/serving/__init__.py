@@ -12,7 +12,7 @@
                     network addresses
     comparison.py   check that servers compute what the trainers compute, before they generate
     answers.py      completions of a server, validated against the request
-    roles.py        null objects for the side that a process does not have
+    roles.py        a switch of which a process has one side, and null objects for the other
 
 Trainers and servers keep separate process groups; the job has a separate store (ranks/world.py).
 This package does not depend on vLLM: backends/vllm/server/ calls `WeightReceiver`.

@@ -1,8 +1,8 @@
 """Save training shards as a Hugging Face checkpoint.
 
-    plan_files       assigns tensors to files; rank i modulo the number of ranks writes file i
-    write_files      round by round: each rank receives the tensors of one file, then writes it
     save_hf_checkpoint creates `<name>.incomplete`, in which all files are written
+    write_files      round by round: each rank receives the tensors of one file, then writes it;
+                     rank i modulo the number of ranks writes file i
     put_in_place     replaces the old directory by the new one
 
 Each tensor of the files is a buffer of the rank that writes it. The planner chooses the replica

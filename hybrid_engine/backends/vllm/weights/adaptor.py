@@ -210,8 +210,9 @@ class VllmAdaptor:
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
         """Verify in this context that vLLM computes with the filled tensors; see the port.
 
-        Live parameters must be the filled tensors at commit, and all weights must be unchanged at
-        the end of the context. The repacked form of weights is verified by tests alone.
+        Live parameters must be the filled tensors at commit, and all weights must be unchanged from
+        the commit of their bucket to the end of the context. The repacked form of weights is
+        verified by tests alone.
         """
         self._verified = tensors
         self._report_mismatch = unproven
