@@ -141,6 +141,9 @@ def critic_of(config: HybridConfig, world_size: int) -> CriticContext:
         "lora": None,
         "frozen_parameters": (),
     }
+    if job.actor.fsdp is not None:
+        # The actor's may be bfloat16 under adapters; a critic trains all of its weights.
+        changes["params_dtype"] = "float32"
     for key in ("params_dtype", "micro_batch_size", "seed"):
         value = getattr(critic, key)
         if value is not None:

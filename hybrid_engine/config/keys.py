@@ -573,7 +573,7 @@ class CriticConfig(Section):
     pipeline_model_parallel_layout: StageLayout | None = None
     """Stages of critic_config.model in Megatron's notation; default: even ones."""
     params_dtype: Dtype | None = None
-    """Dtype of the weights; values are float32."""
+    """Dtype of the weights; values are float32. Default: the actor's, float32 with fsdp."""
     micro_batch_size: Count | None = None
     """Sequences per micro batch."""
     seed: Seed | None = None

@@ -468,6 +468,22 @@ def replica_violations(fsdp: FsdpConfig, world_size: int, key: str) -> Violation
         )
 
 
+def _targets_of_another_dtype(context: TrainingContext) -> Iterator[str]:
+    """Yield targets whose adapters FSDP2 would gather together with weights of another dtype."""
+    actor = context.actor
+    if actor.lora is None or actor.params_dtype == "float32":
+        return
+    for target in actor.lora.target_modules:
+        for name in context.table.shapes:
+            parts = name.removesuffix(".weight").split(".")
+            of_expert = "experts" in parts
+            in_layer = any(part.isdigit() for part in parts)
+            is_adapted = target == parts[-1] or (target == ALL_LINEAR and of_expert)
+            if is_adapted and (of_expert or not in_layer):
+                yield f"{target}, which adapts {name}"
+                break
+
+
 FSDP: list[Constraint[TrainingContext]] = [
     Constraint(
         "actor_config.fsdp",
@@ -493,6 +509,14 @@ FSDP: list[Constraint[TrainingContext]] = [
             not in ({"float32", "bfloat16"} if context.actor.lora else {"float32"})
         ),
         code="not-float32",
+        computing="stored",
+    ),
+    Constraint(
+        "actor_config.lora",
+        "With FSDP2 and params_dtype bfloat16, target_modules are linear layers without experts, "
+        "embeddings and head, whose adapters in float32 would be gathered together with them.",
+        _targets_of_another_dtype,
+        code="several-dtypes",
         computing="stored",
     ),
     Constraint(

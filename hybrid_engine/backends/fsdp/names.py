@@ -32,7 +32,6 @@ from hybrid_engine.backends.fsdp.internals import revert_weight_conversion
 from hybrid_engine.config.keys import ALL_LINEAR, LoraConfig
 from hybrid_engine.errors import (
     ConfigError,
-    DependencyError,
     ModelError,
     ParameterMismatchError,
     clipped,
@@ -469,16 +468,8 @@ def model_of_config(
 
 
 def with_adapters(model: Any, lora: LoraConfig, directory: Path) -> Any:
-    """Return a model of PEFT around a transformers model, whose adapters have no memory yet.
-
-    Raises DependencyError without PEFT.
-    """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            "actor_config.lora with fsdp needs PEFT: pip install '.[lora]'", code="needs-package"
-        ) from error
+    """Return a model of PEFT around a transformers model, whose adapters have no memory yet."""
+    import peft
 
     # PEFT names it in adapter_config.json.
     snapshot = HubSnapshot.at(directory)

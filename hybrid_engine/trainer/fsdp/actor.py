@@ -165,8 +165,7 @@ def build_sharded_model(
         head: output of the model; see `ModelTable`.
 
     Raises ConfigError if transformers cannot build a model from the config, for a pattern without
-    a parameter, for adapters that FSDP2 cannot train, and if nothing is left to train;
-    DependencyError without PEFT.
+    a parameter, for adapters that FSDP2 cannot train, and if nothing is left to train.
     """
     actor = config.actor_config
     model = model_of_config(config.model, head, getattr(torch, actor.params_dtype))
@@ -184,8 +183,9 @@ def build_sharded_model(
         adapted: list[Any] = [
             module
             for module in part.modules()
-            # PEFT's, which may not be installed; `weight` is of the layer that it adapts
-            if hasattr(module, "reset_lora_parameters") and module.weight.is_meta
+            # PEFT's, which may not be installed
+            if hasattr(module, "reset_lora_parameters")
+            and any(tensor.is_meta for name, tensor in module.named_parameters() if "lora_" in name)
         ]
         allocate_modules(part.modules(), owners, device)
         for layer in adapted:

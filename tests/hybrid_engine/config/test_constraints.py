@@ -189,6 +189,19 @@ TRAINER_BREAKS = (
         actor={**FSDP, "lora": {"target_modules": ["linear_qkv"]}},
         valid={"actor": {**FSDP, "lora": {"target_modules": ["q_proj"]}}},
     ),
+    *(
+        Break(
+            "With FSDP2 and params_dtype bfloat16, target_modules",
+            model=model,
+            actor={**FSDP, "params_dtype": "bfloat16", "lora": {"target_modules": [target]}},
+            valid={"actor": {**FSDP, "params_dtype": dtype, "lora": {"target_modules": [valid]}}},
+        )
+        for model, target, dtype, valid in (
+            (EXPERTS, "all-linear", "float32", "all-linear"),
+            (EXPERTS, "down_proj", "bfloat16", "q_proj"),
+            (DENSE, "embed_tokens", "bfloat16", "all-linear"),
+        )
+    ),
     Break("target_modules is not empty", actor={"lora": {"target_modules": []}}),
     Break(
         "overlap_param_gather needs",

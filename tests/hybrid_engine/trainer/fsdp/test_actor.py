@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.backends.fsdp.internals import allocate_modules, model_of_modules
 from hybrid_engine.backends.fsdp.names import model_of_config
-from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of, mesh_of
+from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.trainer.fsdp.actor import build_sharded_model
 from tests.harness.errors import has_violations
-from tests.zoo.families import write_config
+from tests.harness.launch import on_ranks
+from tests.zoo.families import tiny_config, write_config
 from tests.zoo.vision_models import SMALL_VISION
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -56,3 +59,20 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(
     with pytest.raises(ConfigError, check=expected):
         # refused before the mesh is used
         build_sharded_model(config, None, CPU)  # type: ignore[arg-type]
+
+
+@on_ranks(1)
+def test_adapters_of_experts_have_initial_values(tmp_path: Path) -> None:
+    write_config(tmp_path, tiny_config("qwen3_moe"))
+    lora = {"rank": 2}
+    config = load_config(
+        {"model": str(tmp_path), "actor_config": {"fsdp": {}, "lora": lora}}, 1, own_weights=True
+    )
+    dist.init_process_group("gloo")
+    model = build_sharded_model(config, mesh_of(FsdpConfig(), CPU, 1), CPU)
+    values = {name: local_of(tensor) for name, tensor in model.named_parameters()}
+    adapters = {name for name in values if "lora_" in name}
+    assert any(".experts." in name for name in adapters)
+    assert {name for name in adapters if values[name].any()} == {
+        name for name in adapters if "lora_A" in name
+    }
