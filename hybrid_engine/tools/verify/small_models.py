@@ -232,8 +232,12 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
     small[key] = kv_heads * queries
     if "num_key_value_heads" in small:
         small["num_key_value_heads"] = kv_heads
-    hidden = small[key] * HEAD_DIM if small.get("head_dim") is None else 4 * HEAD_DIM
-    small["n_embd" if "n_embd" in small else "hidden_size"] = hidden
+    width = "n_embd" if "n_embd" in small else "hidden_size"
+    # Some classes require whole elements of the width for each head even with a `head_dim`: 6 heads
+    # of SmolLM2 do not divide 128.
+    is_implied = small.get("head_dim") in (None, small[width] / num_heads)
+    divides = small.get("head_dim") is not None and 4 * HEAD_DIM % small[key] == 0
+    small[width] = 4 * HEAD_DIM if divides or not is_implied else small[key] * HEAD_DIM
     if small.get("head_dim") is not None:
         small["head_dim"] = HEAD_DIM
     if "query_pre_attn_scalar" in small:

@@ -146,11 +146,13 @@ def kinds(table: ModelTable) -> set[str]:
         (128, 128, (8,)),
         (8, 1, (2,)),
         (6, 6, (3, 2)),
+        (9, 3, ()),
     ],
 )
 def test_heads_divide_by_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
     config = {
         **published_configs.QWEN3_8B,
+        "hidden_size": 128 * heads,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
     }
@@ -159,6 +161,7 @@ def test_heads_divide_by_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[
         assert small["num_attention_heads"] % tp == 0
         assert small["num_key_value_heads"] % tp == 0 or tp % small["num_key_value_heads"] == 0
     assert small["num_attention_heads"] % small["num_key_value_heads"] == 0
+    assert small["hidden_size"] % small["num_attention_heads"] == 0
 
 
 @pytest.mark.parametrize("family", ["gemma-2", "gemma-3"])
