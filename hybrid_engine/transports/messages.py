@@ -138,8 +138,7 @@ class MessagePlanner:
     """Derives one rank's messages.
 
     Attributes:
-        source_buffers, destination_buffers: see `TransportContext`. Looked up and never copied,
-            because a job has millions.
+        source_buffers, destination_buffers: see `TransportContext`; never copied: they are many.
         relay_buffers: further destinations.
     """
 
@@ -172,10 +171,8 @@ class MessagePlanner:
         end = HEADER_NBYTES
         for transfer in transfers:
             source = self.source_buffers[transfer.src.buffer]
-            others = self.destination_buffers
-            if transfer.dst.buffer in self.relay_buffers:
-                others = self.relay_buffers
-            destination = others.get(transfer.dst.buffer, source)
+            dst = transfer.dst.buffer
+            destination = self.relay_buffers.get(dst) or self.destination_buffers.get(dst, source)
             dtype = getattr(torch, wire_dtype(source.dtype, destination.dtype))
             # torch views bytes as elements only at aligned addresses.
             start = round_up(end, dtype.itemsize)
