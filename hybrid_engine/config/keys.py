@@ -384,8 +384,13 @@ class ActorConfig(Section):
         if not isinstance(values, dict) or values.get("fsdp") is None:
             return values
         values = {"params_dtype": "float32", **values}
-        if isinstance(values.get("lora"), dict):
-            values["lora"] = {"target_modules": [ALL_LINEAR], **values["lora"]}
+        lora = values.get("lora")
+        if isinstance(lora, LoraConfig):
+            lora = lora.model_dump(exclude_unset=True)
+        if isinstance(lora, dict):
+            names = lora.get("target_modules", ALL_LINEAR)
+            # PEFT takes all-linear as a text
+            values["lora"] = {**lora, "target_modules": [names] if names == ALL_LINEAR else names}
         return values
 
     def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:

@@ -13,6 +13,7 @@ from _pytest.mark.structures import ParameterSet
 
 from hybrid_engine.config import (
     ActorConfig,
+    FsdpConfig,
     HybridConfig,
     LoraConfig,
     find_violations,
@@ -589,15 +590,22 @@ def test_fsdp_excludes_keys_of_megatron(tmp_path: Path) -> None:
     assert {violation.key for violation in caught.value.findings} == {
         f"actor_config.{key}" for key in megatron_keys
     }
-    config = load_config(
-        {
-            "model": tmp_path,
-            "random_weights": True,
-            "actor_config": {**FSDP, "tensor_model_parallel_size": 1, "lora": {"rank": 4}},
-        },
-        4,
-    )
-    assert config.actor_config.lora == LoraConfig(rank=4, target_modules=("all-linear",))
+    for names in ({}, {"target_modules": "all-linear"}):
+        config = load_config(
+            {
+                "model": tmp_path,
+                "random_weights": True,
+                "actor_config": {
+                    **FSDP,
+                    "tensor_model_parallel_size": 1,
+                    "lora": {"rank": 4, **names},
+                },
+            },
+            4,
+        )
+        assert config.actor_config.lora == LoraConfig(rank=4, target_modules=("all-linear",))
+    in_python = ActorConfig(fsdp=FsdpConfig(), lora=LoraConfig(rank=4))
+    assert in_python.lora == config.actor_config.lora
     assert config.train_sizes(4) == ShardedParallelism(4)
 
 
