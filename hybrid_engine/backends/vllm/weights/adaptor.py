@@ -26,6 +26,7 @@ from hybrid_engine.backends.vllm.weights.groups import (
     GroupStates,
     Names,
 )
+from hybrid_engine.backends.vllm.weights.postload import own_tensors
 from hybrid_engine.backends.vllm.weights.processed_model import Observer, ProcessedModel
 from hybrid_engine.backends.vllm.weights.traced_model import TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import flat_view
@@ -140,16 +141,16 @@ class VllmAdaptor:
         is_processed = not self._processed.derivations.keys().isdisjoint(groups)
         # The processing is vLLM's code and may change any setting of the process.
         settings_kept = process_settings_kept(self._settings) if is_processed else nullcontext()
+        verified = self._verified_tensors(groups)
         with torch.no_grad(), settings_kept, self._processed.context():
             for name in groups:
                 with self._failing([name]):
                     self._processed.commit(name, self._filling[name], self._observe)
-                    verified = self._verified_tensors(name)
-                    if verified:
-                        self._require_bound(name, verified)
+                    if name in verified:
+                        self._require_bound(name, verified[name])
                 del self._filling[name]
                 self._states.advance(GroupEvent.COMMIT, [name])
-            self._live_digests |= self._digests_of_verified(groups)
+            self._live_digests |= self._digests_of(verified)
 
     def finish_fill(self) -> None:
         """Complete the model's memory after the last commit, and free staging memory.
@@ -218,24 +219,30 @@ class VllmAdaptor:
         self._report_mismatch = unproven
         try:
             yield
-            committed = sorted(self._live_digests.keys() & self.committed())
-            for name, digests in self._digests_of_verified(committed).items():
+            verified = self._verified_tensors(sorted(self._live_digests.keys() & self.committed()))
+            for name, digests in self._digests_of(verified).items():
                 if digests != self._live_digests[name]:
                     unproven(
-                        f"{self._verified_tensors(name)}: on rank {self.rank}, vLLM's weights "
-                        "changed after they were committed"
+                        f"{verified[name]}: on rank {self.rank}, vLLM's weights changed "
+                        "after they were committed"
                     )
         finally:
             self._verified = ()
 
-    def _verified_tensors(self, group: str) -> str:
-        """Return the canonical tensors of a group for a message; "" if none of them is verified."""
-        if not self._verified:
-            return ""
-        sources = self._traced.sources
-        buffers = self._traced.groups[group].buffers
-        names = sorted({name for buffer in buffers for name in sources.get(buffer, ())})
-        return first_of(names, 4) if any(name in self._verified for name in names) else ""
+    def _verified_tensors(self, groups: Iterable[str]) -> dict[str, str]:
+        """Return, of groups with verified tensors, the canonical tensors for a message."""
+        verified = {}
+        for group in groups if self._verified else ():
+            names = sorted(
+                {
+                    name
+                    for buffer in self._traced.groups[group].buffers
+                    for name in self._traced.sources.get(buffer, ())
+                }
+            )
+            if any(name in self._verified for name in names):
+                verified[group] = first_of(names, 4)
+        return verified
 
     def _require_bound(self, group: str, verified: str) -> None:
         """Report modules that no longer hold the live tensors of a group, which were filled."""
@@ -252,19 +259,19 @@ class VllmAdaptor:
                         "is not the tensor that was filled"
                     )
 
-    def _digests_of_verified(self, groups: Iterable[str]) -> dict[str, list[int]]:
-        """Return digests of what the modules of verified groups compute with now."""
+    def _digests_of(self, groups: Iterable[str]) -> dict[str, list[int]]:
+        """Return digests of what the modules of the groups compute with now."""
         tensors: dict[str, list[torch.Tensor]] = {}
-        for group in filter(self._verified_tensors, groups):
-            storages = self._traced.storages_of(group)
+        for group in groups:
             names = dict.fromkeys(
-                binding.module for storage in storages for binding in storage.bindings
+                binding.module
+                for storage in self._traced.storages_of(group)
+                for binding in storage.bindings
             )
-            modules = [self._processed.modules[name] for name in names]
             tensors[group] = [
                 tensor.detach()
-                for module in modules
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                for name in names
+                for tensor in own_tensors(self._processed.modules[name])
             ]
         # Of all groups in one call, because the host waits for each.
         digests = iter(box_digests(chain.from_iterable(tensors.values())))

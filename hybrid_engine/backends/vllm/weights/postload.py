@@ -171,8 +171,12 @@ def _may_be_quantised(module: torch.nn.Module) -> bool:
 
 def is_quantised(module: torch.nn.Module) -> bool:
     """Return whether a module has a tensor with elements of one byte, each a weight or a pair."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.dim() >= 2 and tensor.element_size() == 1 for tensor in tensors)
+    return any(tensor.dim() >= 2 and tensor.element_size() == 1 for tensor in own_tensors(module))
+
+
+def own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module, without those of modules inside it."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 # -- contents of modules ---------------------------------------------------------------------------
