@@ -44,9 +44,8 @@ def _unknown_targets(context: TrainingContext) -> Iterator[str]:
         return
     modules = {*linear_modules(context.table)}
     if context.actor.fsdp is not None:
-        shapes = context.table.shapes
-        matrices = [name.removesuffix(".weight") for name in shapes if len(shapes[name]) > 1]
-        modules = {ALL_LINEAR, *(name.rpartition(".")[2] for name in matrices)}
+        matrices = (name for name, shape in context.table.shapes.items() if len(shape) > 1)
+        modules = {name.removesuffix(".weight").split(".")[-1] for name in matrices} | {ALL_LINEAR}
     unknown = [target for target in context.actor.lora.target_modules if target not in modules]
     if unknown:
         yield f"{', '.join(unknown)}, but the model has {', '.join(sorted(modules))}"
@@ -473,15 +472,17 @@ def _targets_of_another_dtype(context: TrainingContext) -> Iterator[str]:
     actor = context.actor
     if actor.lora is None or actor.params_dtype == "float32":
         return
+    adapted: dict[str, str] = {}  # target -> first weight
+    for name in context.table.shapes:
+        parts = name.removesuffix(".weight").split(".")
+        if "experts" in parts:
+            adapted.setdefault(ALL_LINEAR, name)
+        elif any(map(str.isdigit, parts)):
+            continue  # a linear layer of a decoder layer
+        adapted.setdefault(parts[-1], name)
     for target in actor.lora.target_modules:
-        for name in context.table.shapes:
-            parts = name.removesuffix(".weight").split(".")
-            of_expert = "experts" in parts
-            in_layer = any(part.isdigit() for part in parts)
-            is_adapted = target == parts[-1] or (target == ALL_LINEAR and of_expert)
-            if is_adapted and (of_expert or not in_layer):
-                yield f"{target}, which adapts {name}"
-                break
+        if target in adapted:
+            yield f"{target}, which adapts {adapted[target]}"
 
 
 FSDP: list[Constraint[TrainingContext]] = [
