@@ -40,7 +40,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_engine.ranks.job import Job
@@ -265,15 +265,11 @@ def check_path(path: Path) -> None:
 
 
 def _unwritable(path: Path, problem: object) -> ConfigError:
-    return ConfigError(
-        [
-            Violation(
-                CONFIG_KEY,
-                f"{path}: {problem}",
-                "Name a file in a directory that can be written",
-                code="not-writable",
-            )
-        ]
+    return ConfigError.of(
+        CONFIG_KEY,
+        f"{path}: {problem}",
+        "Name a file in a directory that can be written",
+        code="not-writable",
     )
 
 

@@ -308,15 +308,11 @@ class RunFiles:
         return recorded
 
     def _not_a_run(self, reason: str, kind: str = "") -> ConfigError:
-        return ConfigError(
-            [
-                Violation(
-                    "out",
-                    f"{self.out} {reason}, so it is not a run{kind}",
-                    "Use another directory",
-                    code="not-a-run",
-                )
-            ]
+        return ConfigError.of(
+            "out",
+            f"{self.out} {reason}, so it is not a run{kind}",
+            "Use another directory",
+            code="not-a-run",
         )
 
     def _differences(

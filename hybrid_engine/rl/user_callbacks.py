@@ -255,15 +255,11 @@ def _timeout_violation(argument: str, seconds: float, places: str) -> Violation:
 def _blocked(argument: str, seconds: float, line: str) -> ArgumentError:
     """Abandon the event loop, and return the error that names the line which blocks it."""
     _event_loop.cache_clear()  # later calls get a new loop instead of waiting for the blocked one
-    return ArgumentError(
-        [
-            Violation(
-                argument,
-                f"a coroutine has blocked the event loop for {seconds:g} s, in {line}",
-                "Use an awaitable call there, or run the blocking call by asyncio.to_thread",
-                code="event-loop-blocked",
-            )
-        ]
+    return ArgumentError.of(
+        argument,
+        f"a coroutine has blocked the event loop for {seconds:g} s, in {line}",
+        "Use an awaitable call there, or run the blocking call by asyncio.to_thread",
+        code="event-loop-blocked",
     )
 
 

@@ -351,7 +351,7 @@ def _require_device(job: Job, buffers: FlatBuffers) -> None:
         where = " and ".join(sorted(others))
         problem = f"{device}, but training weights of rank {job.rank} are on {where}"
         remedy = "Pass their device: Job.join(..., device=...)"
-        raise ConfigError([Violation("Job.device", problem, remedy, code="wrong-device")])
+        raise ConfigError.of("Job.device", problem, remedy, code="wrong-device")
 
 
 _PHASE = "peer access"
