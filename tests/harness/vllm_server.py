@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 from tests.harness.hosts import Host
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
+REQUEST = {
+    "prompt": [5, 6, 7, 8],
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
+"""Body of a request whose completion is compared with what a trainer computes."""
 PLAIN = (
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
     *(

@@ -30,7 +30,7 @@ from hybrid_engine.serving.invitation import PROOF_HEADER, TOKEN, proof_of_reque
 from tests.harness.errors import has_code, has_violation, violated, violations_of
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
-from tests.harness.vllm_server import FILLED, PLAIN, serving
+from tests.harness.vllm_server import FILLED, PLAIN, REQUEST, serving
 from tests.hybrid_engine.integrations.installed import pretend_version
 from tests.hybrid_engine.tools.programs import run_python
 from tests.zoo.tiny_models import save_model
@@ -38,13 +38,6 @@ from tests.zoo.tokenizers import save_characters
 
 NUM_STEPS = 3
 WITH_TOKENIZER = [argument for argument in PLAIN if argument != "--skip-tokenizer-init"]
-REQUEST = {
-    "prompt": [5, 6, 7, 8],
-    "max_tokens": 8,
-    "temperature": 0.0,
-    "logprobs": 0,
-    "return_token_ids": True,
-}
 CLOSE = 1e-5
 """Tolerance of float32 log-probabilities of vLLM and trainer; measured: 2e-6."""
 

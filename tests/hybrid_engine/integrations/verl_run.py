@@ -47,17 +47,11 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.serving.clients import HttpServer
 from tests.harness.values import Values
+from tests.harness.vllm_server import REQUEST
 from tests.hybrid_engine.integrations import verl_on_cpu
 from tests.zoo.tiny_models import read_canonical
 
 NUM_UPDATES = 3
-REQUEST = {
-    "prompt": [5, 6, 7, 8],
-    "max_tokens": 8,
-    "temperature": 0.0,
-    "logprobs": 0,
-    "return_token_ids": True,
-}
 SPLIT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
