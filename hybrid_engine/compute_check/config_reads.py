@@ -27,7 +27,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -231,14 +231,13 @@ class ReadRecorder:
         recorder = self
         plain = watched.config_class
         aliases = plain.attribute_map
+        without = cache(watched.without)  # A config takes milliseconds, and keys are read often.
 
         def __getattribute__(config: Any, key: str) -> Any:
             value = plain.__getattribute__(config, key)
             name = aliases.get(key, key)
             if name in watched.values and recorder._is_reader(frame := sys._getframe(1)):
-                recorder._note_frame(
-                    watched.prefix + name, value, frame, lambda: watched.without(name)
-                )
+                recorder._note_frame(watched.prefix + name, value, frame, partial(without, name))
             return value
 
         def __new__(kind: Any, *_args: Any, **_kwargs: Any) -> Any:

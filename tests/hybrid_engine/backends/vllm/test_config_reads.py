@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from hybrid_engine.assembly import gather_positions
 from hybrid_engine.backends.vllm import InferenceSettings
 from hybrid_engine.backends.vllm.config_reads import ConfigReads
+from hybrid_engine.compute_check.config_reads import ReadRecorder
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, RemoteError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -143,6 +145,19 @@ def test_a_config_is_plain_when_recording_has_stopped(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     compiled = torch.compile(Scaled(config).forward, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_the_value_without_a_key_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers read their keys again, and a config object takes milliseconds."""
+    from transformers import LlamaConfig
+
+    recorder = ReadRecorder(lambda _: True)
+    config = LlamaConfig()
+    recorder.watch(config)
+    from_dict = Mock(wraps=LlamaConfig.from_dict)
+    monkeypatch.setattr(LlamaConfig, "from_dict", from_dict)
+    assert [config.num_key_value_heads for _ in range(3)] == [32, 32, 32]
+    assert (from_dict.call_count, recorder.reads["num_key_value_heads"].is_usual) == (1, True)
 
 
 def test_a_quantisation_that_is_not_delivered_is_absent(tmp_path: Path) -> None:
