@@ -72,8 +72,11 @@ def run_cases(
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
 
-def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
-    """Run the cases in file `job` on this rank; rank 0 writes the joined verdicts to file `out`."""
+def main(job: str, out: str, *, look: Look = lambda _: None) -> list[Verdict]:
+    """Run the cases in file `job` on this rank and return the verdicts over all ranks.
+
+    Rank 0 also writes them to file `out`.
+    """
     timeout = timedelta(seconds=_WAIT_TIMEOUT)
     own_device()
     dist.init_process_group(default_backend(), timeout=timeout)
@@ -98,6 +101,7 @@ def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
             everyone.gather(b"")  # no rank starts the next case before the scratch files are gone
     everyone.close()
     dist.destroy_process_group()
+    return verdicts
 
 
 def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, look: Look) -> Verdict:

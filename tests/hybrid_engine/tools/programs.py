@@ -1,4 +1,4 @@
-"""Programs in a new interpreter, commands in this one, and plug-ins of vLLM."""
+"""Programs in a new interpreter, commands in this one, `verify` on ranks, and plug-ins of vLLM."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.tools.cli import app
-from tests.harness.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT, Ranks
+
+if TYPE_CHECKING:
+    from hybrid_engine.tools.verify.cases import Case
+    from hybrid_engine.tools.verify.comparison import Verdict
 
 STALE = "model.layers.1.input_layernorm.weight"
 """The tensor that `skip_a_tensor` leaves unchanged."""
@@ -49,6 +54,20 @@ def invoke(*words: object, status: int | None = 0) -> Result:
     result = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "400"})
     assert status in (None, result.exit_code), result.output
     return result
+
+
+def run_forked(
+    engines: Ranks,
+    main: Callable[[str, str], list[Verdict]],
+    cases: Sequence[Case],
+    num_ranks: int,
+    directory: Path,
+) -> list[Verdict]:
+    """Run `main`, a form of `verify.main`, on ranks that have imported both engines."""
+    job = directory / "cases.json"
+    job.write_text(json.dumps([asdict(case) for case in cases]))
+    out = directory / "verdicts.json"
+    return engines.launch(main, num_ranks, str(job), str(out), timeout=1000)[0]
 
 
 def environment_with(plug_in: Callable[[], None], directory: Path) -> dict[str, str]:

@@ -17,12 +17,13 @@ import pytest
 
 from hybrid_engine.models import TABLES
 from hybrid_engine.planning.plan import ReshardPlan
+from hybrid_engine.tools.verify import verify
 from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import Verdict
-from hybrid_engine.tools.verify.verify import run_cases
 from tests.harness.launch import Ranks
 from tests.harness.values import Values
 from tests.hybrid_engine.models.small_configs import SMALL, small_config
+from tests.hybrid_engine.tools.programs import run_forked
 from tests.zoo.families import write_config
 
 if TYPE_CHECKING:
@@ -64,12 +65,15 @@ def cases_of(layouts: dict[str, Values], directory: Path) -> list[Case]:
     return cases
 
 
-def verdicts_of(cases: list[Case]) -> list[Verdict]:
-    verdicts = run_cases(cases, 2, module=__name__)
-    assert {verdict.name: verdict.faults for verdict in verdicts} == {
-        case.name: [] for case in cases
-    }
+def verdicts_of(cases: list[Case], directory: Path, engines: Ranks) -> list[Verdict]:
+    verdicts = run_forked(engines, verify_derived, cases, 2, directory)
+    assert [verdict.faults for verdict in verdicts] == [[]] * len(cases)
     return verdicts
+
+
+def verify_derived(job: str, out: str) -> list[Verdict]:
+    TABLES.clear()
+    return verify.main(job, out, look=look)
 
 
 def elements_of(plan: ReshardPlan) -> dict[str, int]:
@@ -99,7 +103,7 @@ def planned(cases: Sequence[Case], num_ranks: int) -> list[list[dict[str, int]]]
 def test_models_without_a_table_switch_bitwise_as_planned(tmp_path: Path, engines: Ranks) -> None:
     cases = cases_of(FEW, tmp_path)
     (plans,) = engines.launch(planned, 1, cases, 2)
-    for verdict, plan in zip(verdicts_of(cases), plans, strict=True):
+    for verdict, plan in zip(verdicts_of(cases, tmp_path, engines), plans, strict=True):
         assert verdict.seen == plan, verdict.name
         assert all(plan)
 
@@ -107,12 +111,10 @@ def test_models_without_a_table_switch_bitwise_as_planned(tmp_path: Path, engine
 @pytest.mark.long
 @pytest.mark.engines
 @pytest.mark.timeout(1200)
-def test_all_models_without_a_table_switch_bitwise(tmp_path: Path) -> None:
-    verdicts_of(cases_of(dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR), tmp_path))
+def test_all_models_without_a_table_switch_bitwise(tmp_path: Path, engines: Ranks) -> None:
+    cases = cases_of(dict.fromkeys(SMALL.keys() - EXCLUDED.keys(), TENSOR), tmp_path)
+    verdicts_of(cases, tmp_path, engines)
 
 
 if __name__ == "__main__":
-    from hybrid_engine.tools.verify import verify
-
-    TABLES.clear()
-    verify.main(*sys.argv[1:], look=look)
+    verify_derived(*sys.argv[1:])

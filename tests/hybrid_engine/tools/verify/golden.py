@@ -37,12 +37,12 @@ REMEDY = "if intended: make matrix RECORD=1"
 Entry = Values
 
 
-def main(job: str, out: str) -> None:
+def main(job: str, out: str) -> list[Verdict]:
     """Run `verify.main` on a rank of the matrix, and describe its plan."""
     with ExitStack() as ends:
         if is_software_gpu():  # Triton's interpreter computes ten tokens per second
             ends.enter_context(mock.patch.object(comparison, "_NUM_COMPARED", 1))
-        verify.main(job, out, look=look)
+        return verify.main(job, out, look=look)
 
 
 def look(worker: ActorHybridWorker) -> Entry:

@@ -24,8 +24,11 @@ def digest_of(*buckets: Bucket, dtype: str = "bfloat16", hosts: str = "hhh") -> 
     """Return the digest of rank 1, with a weight of `dtype`."""
     sources = {BufferId(1, "flat"): Buffer(16, "bfloat16")}
     destinations = {DST: Buffer(8, dtype)}
-    digest = golden.part_of(ReshardPlan(buckets, ()), 1, sources, destinations, hosts)["plan"]
-    return digest
+    return golden.part_of(ReshardPlan(buckets, ()), 1, sources, destinations, hosts)["plan"]
+
+
+def digest_with(*transfers: Transfer) -> str:
+    return digest_of(replace(BUCKET, transfers=transfers))
 
 
 def test_digests_depend_on_a_plan() -> None:
@@ -36,31 +39,17 @@ def test_digests_depend_on_a_plan() -> None:
     elsewhere = replace(MOVED.src, buffer=BufferId(2, "flat"))
     digests = [
         digest_of(BUCKET),
-        digest_of(replace(BUCKET, transfers=(OTHER, MOVED))),
         digest_of(replace(BUCKET, tensors=("b", "a"))),
         digest_of(*cut),
         digest_of(*reversed(cut)),
         digest_of(BUCKET, dtype="float16"),
         digest_of(BUCKET, hosts="hoo"),
-        digest_of(
-            replace(
-                BUCKET,
-                transfers=tuple(replace(transfer, src=elsewhere) for transfer in BUCKET.transfers),
-            )
-        ),
-        digest_of(
-            replace(
-                BUCKET,
-                transfers=tuple(replace(transfer, src=MOVED.src) for transfer in BUCKET.transfers),
-            )
-        ),
         digest_of(replace(BUCKET, transfers=(MOVED,), fan_out=(OTHER,))),
+        digest_with(OTHER, MOVED),
+        digest_with(replace(MOVED, src=elsewhere), replace(OTHER, src=elsewhere)),
+        digest_with(MOVED, replace(OTHER, src=MOVED.src)),
         # A change of the second transfer, so that a changed buffer is not numbered first.
-        digest_of(
-            replace(
-                BUCKET, transfers=(OTHER, replace(MOVED, src=replace(MOVED.src, strides=(5, 1))))
-            )
-        ),
+        digest_with(OTHER, replace(MOVED, src=replace(MOVED.src, strides=(5, 1)))),
     ]
     assert len(set(digests)) == len(digests)
 

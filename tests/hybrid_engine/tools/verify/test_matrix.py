@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import NUM_SWITCHES, Verdict
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.tools.programs import run_forked
 from tests.hybrid_engine.tools.verify import golden
 from tests.hybrid_engine.tools.verify.matrix import MATRIX, Combination, run
 from tests.zoo.published_configs import PUBLISHED
@@ -26,11 +25,6 @@ IN_SUITE = {combination.name: combination for combination in MATRIX if combinati
 def cuts_of(words: str) -> set[str]:
     """Return the kinds of sizes of a side: "tp2 etp1" -> {"tp", "etp"}."""
     return {re.sub(r"\d+$", "", word) for word in words.split()}
-
-
-def test_the_number_of_cells() -> None:
-    """Raise these numbers with every new cell."""
-    assert (len(MATRIX), len(IN_SUITE)) == (152, 16)
 
 
 def test_every_cell_is_recorded_once() -> None:
@@ -81,18 +75,13 @@ def test_every_cell_is_a_valid_configuration(combination: Combination, tmp_path:
 
 @pytest.fixture(scope="module")
 def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    """Verdicts of `verify` on ranks forked from a server that has imported both engines."""
     directory = tmp_path_factory.mktemp("matrix")
-    job = directory / "cases.json"
-    out = directory / "verdicts.json"
 
-    def run_forked(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
-        job.write_text(json.dumps([asdict(case) for case in cases]))
-        engines.launch(golden.main, num_ranks, str(job), str(out), timeout=800)
-        return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
+    def run_cases(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
+        return run_forked(engines, golden.main, cases, num_ranks, directory)
 
     return {
-        cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_forked)
+        cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_cases)
     }
 
 
