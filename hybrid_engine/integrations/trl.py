@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, StateError, Violation, Violations
@@ -178,13 +178,8 @@ class WeightTransfer(AbstractContextManager["WeightTransfer"]):
         self._trainer = trainer
         trainer._streaming_iter = self._publish
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ends.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._ends.__exit__(*error)
 
     def _publish(self) -> Iterator[tuple[str, Any]]:
         """Publish the weights, and yield no tensors. Every rank iterates over it."""
