@@ -212,4 +212,4 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
     if not wrong.any():
         return 0.0, share
     gaps = (left.reshape(-1)[wrong].double() - right.reshape(-1)[wrong].double()).abs()
-    return gaps.nan_to_num(float("inf")).max().item(), share
+    return gaps.nan_to_num(float("inf"), float("inf")).max().item(), share
