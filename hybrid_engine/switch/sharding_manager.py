@@ -43,13 +43,11 @@ from hybrid_engine.switch.incremental import Selection
 from hybrid_engine.switch.release_fence import ReleaseFence, parts_of
 from hybrid_engine.switch.report import SLOWEST_RADIX, ReshardReport, costs_of_all
 from hybrid_engine.switch.setup import connect
-from hybrid_engine.switch.states import State, Switch, resident_kinds
+from hybrid_engine.switch.states import State, Switch
 from hybrid_engine.tracing import timeline_of
 from hybrid_engine.transports.copies import FlatBuffers
 
 logger = logging.getLogger("hybrid_engine")
-
-_ALL_KINDS = frozenset(KINDS)
 
 
 class ShardingManager(Switch):
@@ -165,7 +163,8 @@ class ShardingManager(Switch):
             except LostRankError:
                 raise
             except Exception as error:
-                self._restore(before, direction, error)
+                with self.offloader.owner_rests():
+                    self._restore(before, direction, error)
                 raise
             report = self._report(direction, started)
             logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
@@ -180,16 +179,7 @@ class ShardingManager(Switch):
         # A fill has done it in `prepare`, unless no parameters had to come back.
         if selection is None and before is State.TRAIN:
             self._finish_pending()
-        if target is State.IDLE:
-            self._late_kinds = frozenset()
         self._move_state(target)
-        if target is State.IDLE:
-            # Others may use the device: a critic trains.
-            with self._phase("give back"):
-                self._shares_memory = False
-                self.inference.give_back()
-            with self._phase("give back"):
-                self.router.trim()
         if selection is not None:
             self._of_rank.incremental.note_departure(self.offloader.departure("param"))
             self._settle_late_kinds()
@@ -199,6 +189,18 @@ class ShardingManager(Switch):
             if self._check.is_pending:
                 with self._tally.timed("compute"):
                     self._check.compare()
+
+    def _move_state(self, target: State) -> None:
+        if target is State.IDLE:
+            self._late_kinds = frozenset()
+        super()._move_state(target)
+        if target is State.IDLE:
+            # Others may use the device: a critic trains.
+            with self._phase("give back"):
+                self._shares_memory = False
+                self.inference.give_back()
+            with self._phase("give back"):
+                self.router.trim()
 
     def _fill_inference(self) -> Selection:
         """Fill inference weights; offload gradients, optimizer state and, by bucket, parameters."""
@@ -265,7 +267,7 @@ class ShardingManager(Switch):
 
     @property
     def _leaving(self) -> frozenset[Kind]:
-        return _ALL_KINDS - self._resident(State.INFER)
+        return frozenset(KINDS) - self._resident(State.INFER)
 
     def _undecided(self) -> list[Kind]:
         """Return the kinds set to `auto`, until `_fit_beside_inference` has decided."""
@@ -290,10 +292,10 @@ class ShardingManager(Switch):
             if self.job.device.type == "cuda":
                 torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info()
-                leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config)
                 # What will be free: this much now, what leaves, and what
                 # vLLM's share counts already.
-                free += sum(resident[kind] for kind in leaving) + self.inference.resident_nbytes()
+                free += sum(map(resident.__getitem__, self._leaving))
+                free += self.inference.resident_nbytes()
                 room = free - self.config.share_of_device * total
             fitting = fitting_kinds(nbytes, room)
         leave = self.job.agreement.any_of([kind not in fitting for kind in automatic], "fit")
@@ -317,19 +319,17 @@ class ShardingManager(Switch):
 
     def _share_memory(self) -> None:
         """Let inference use the memory that training leaves, once all of its state exists."""
-        if self._shares_memory or not self._may_share_memory:
-            return
-        chunks = self.offloader.chunks(self._leaving)
-        if chunks.keys() == self._leaving:
-            self._shares_memory = self.inference.share_memory(chunks, self._leave)
+        if not self._shares_memory and self._may_share_memory:
+            chunks = self.offloader.chunks(self._leaving)
+            if chunks.keys() == self._leaving:
+                self._shares_memory = self.inference.share_memory(chunks, self._leave)
 
     def _settle_late_kinds(self) -> None:
         """Let what is saved leave behind generation from now on, if all ranks share memory.
 
         Parameters only if all of theirs is shared: else they leave bucket by bucket.
         """
-        is_on_gpu = self.job.device.type == "cuda"
-        if not is_on_gpu or not self._may_share_memory or self._late_kinds:
+        if self.job.device.type != "cuda" or not self._may_share_memory or self._late_kinds:
             return
         params = self.offloader.chunks({"param"}).get("param", ())
         is_whole = self._shares_memory and all(memory.is_late for memory in params)
@@ -425,17 +425,13 @@ class ShardingManager(Switch):
         """Recover from a failed switch: release inference weights, onload the state of `before`."""
         # INFER needs weights that are released below, so it becomes IDLE.
         restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
-        if not self._keeps_serving:
-            self.has_written = True
+        self.has_written |= not self._keeps_serving
         try:
             with self.job.agreement.phase("restore"):
                 if self.has_written:
                     self.container.release()
             self._resume_communicators()
-            with self.job.agreement.phase("restore"):
-                wanted = self._resident(restored)
-                self.offloader.offload(_ALL_KINDS - wanted)
-                self.offloader.onload(wanted)
+            self._move_state(restored)
         except LostRankError as lost:
             raise LostRankError(
                 f"{error}\nThe state before could not be restored: {lost}",

@@ -249,7 +249,8 @@ class FakeInference:
     def share_memory(self, memories: object, leave: object) -> bool:
         return False
 
-    def give_back(self) -> None: ...
+    def give_back(self) -> None:
+        self.script.reach("give back")
 
     def committed(self) -> Collection[str]:
         return self.in_force

@@ -5,8 +5,16 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
-from hybrid_engine.errors import LostRankError, OffloadError, RemoteError, ReshardError, WeightError
+from hybrid_engine.errors import (
+    LostRankError,
+    OffloadError,
+    RemoteError,
+    ReshardError,
+    StateError,
+    WeightError,
+)
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.sharding_manager import State
 from tests.harness.errors import refused
@@ -99,11 +107,16 @@ def test_a_failure_without_offload_keeps_gradients(job: None, call: str):
     ],
 )
 def test_a_failure_after_leaving_infer_ends_idle(rig: Rig, target: State, call: str):
+    model = torch.nn.ParameterList([rig.training.param])
+    rig.training.guard.reach([model])
     rig.fill()
     rig.script.arm(call, OffloadError("full"))
     with pytest.raises(OffloadError, match="full"):
         rig.manager.enter(target)
     rig.assert_is(IDLE)
+    assert rig.script.calls[-1] == "give back", "another model may use the device"
+    with refused(StateError, "wrong-state"):
+        model[0].norm()
     rig.enter(target)
     rig.enter(INFER)
 
