@@ -168,10 +168,10 @@ class SleepMode(WeightMemory):
     def free(self, live: Live) -> None:
         self.free_kv_cache()
         if not self._is_asleep:
-            # Set before the calls: if one fails, an unknown part of the memory is gone.
-            self._is_asleep = True
             self._nbytes_awake = super().nbytes(live)
             self._weights = SleepingSegments.of(live.values())
+            # Set before the calls: if one fails, an unknown part of the memory is gone.
+            self._is_asleep = True
             if self._suspends_communicators:
                 internals.SUSPEND_COMMUNICATORS()
         self._weights.sleep()
@@ -187,16 +187,16 @@ class SleepMode(WeightMemory):
         self._weights.wake()
 
     def free_kv_cache(self) -> None:
-        if self.is_kv_cache_asleep:
-            return
-        self._pause()
-        self.is_kv_cache_asleep = True
         allocator = internals.MEM_ALLOCATOR()
         segments = allocator.pointer_to_data.values()
-        self._caches = SleepingSegments(data for data in segments if data.tag == "kv_cache")
+        if not self.is_kv_cache_asleep:
+            self._pause()
+            self._caches = SleepingSegments(data for data in segments if data.tag == "kv_cache")
+            self.is_kv_cache_asleep = True
+        # Also the rest, if a call was interrupted or a wake-up failed after the cache had memory.
         self._caches.sleep()
         rest = [data for data in segments if not data.is_asleep and data.tag != "cudagraph"]
-        if any(data.tag == "cudagraph" for data in segments):
+        if any(data.tag == "cudagraph" and not data.is_asleep for data in segments):
             # vLLM copies captured graphs' memory to the host, and takes the rest to be asleep.
             try:
                 for data in rest:
@@ -248,8 +248,9 @@ class SleepMode(WeightMemory):
             [memory for memory in memories.get(kind, ()) if isinstance(memory, Chunks)]
             for kind in kinds
         )
-        if self._block_pool is not None and self._blocks is None and caches:
+        if self._block_pool is not None and caches:
             blocks = CacheBlocks(self._worker().model_runner, self._block_pool())
+            self._block_pool = None  # asked once: each `CacheBlocks` wraps a method of it
             self._blocks = blocks if blocks.address in caches and blocks.cover_all else None
         ranges = [AddressRange(start, nbytes, start) for start, nbytes in weights.items()]
         if self._blocks is not None:

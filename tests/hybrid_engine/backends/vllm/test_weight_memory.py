@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.backends.vllm.weights import weight_memory
 from hybrid_engine.backends.vllm.weights.cache_blocks import CacheBlocks
 from hybrid_engine.backends.vllm.weights.weight_memory import (
     SleepMode,
@@ -152,6 +154,28 @@ def test_the_kv_cache_is_freed_while_weights_stay(vllm: SleepingVllm, memory: Sl
 
 
 @pytest.mark.slow
+def test_the_next_call_completes_one_that_failed(
+    vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SleepMode(lambda: vllm.worker, resume=interrupt)
+    for step in ("sleep", "of"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(weight_memory.SleepingSegments, step, interrupt)
+            memory.free(vllm.live)
+    memory.free(vllm.live)
+    assert vllm.asleep() == ALL
+    memory.restore(vllm.live.values())
+    with pytest.raises(KeyboardInterrupt):
+        memory.wake_kv_cache()
+    memory.free(vllm.live)
+    assert vllm.asleep() == ALL
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("asleep", [[], ["kv"], ALL])
 def test_the_next_engine_gets_memory_after_the_end(
     vllm: SleepingVllm, memory: SleepMode, asleep: list[str]
@@ -193,6 +217,19 @@ def test_memory_that_outlives_its_engine_is_reported(vllm: SleepingVllm, memory:
     vllm.end()
     prepare_allocator()
     vllm.add("next", "weights")
+
+
+@pytest.mark.slow
+def test_blocks_are_wrapped_once(vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = mock.Mock(return_value=SimpleNamespace(address=0))  # not the KV cache's
+    monkeypatch.setattr(weight_memory, "CacheBlocks", blocks)
+    monkeypatch.setattr(weight_memory, "driver_of", lambda _: vllm.driver)
+    memory = SleepMode(lambda: vllm.worker, block_pool=mock.Mock())
+    memory.free(vllm.live)
+    for _ in range(2):
+        assert memory.share(vllm.live, {}, vllm.leave)
+        memory.give_back()
+    blocks.assert_called_once()
 
 
 def test_without_sleep_mode_weights_stay_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
