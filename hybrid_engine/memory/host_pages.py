@@ -234,12 +234,15 @@ class HostMemory(_FileMapping):
 
     def restore(self, first: int, last: int) -> None:
         """Take the pages of a loan back, zero; any other page is allocated when it is touched."""
-        if self._is_lent:
-            assert self._piece is not None
-            self._piece.take("training", self)
-            self._permit(_PROT_READ | _PROT_WRITE)
-            # Lent pages hold inference's bytes. Those behind them were freed, and read as zeros.
-            self.view(0, self.reserved_nbytes, torch.uint8)[: self.lent_nbytes].zero_()
+        if self._piece is not None and self._is_lent:
+            try:
+                self._piece.take("training", self)
+                self._permit(_PROT_READ | _PROT_WRITE)
+                # Lent pages hold inference's bytes. Those behind were freed, and read as zeros.
+                self.view(0, self.reserved_nbytes, torch.uint8)[: self.lent_nbytes].zero_()
+            except BaseException:
+                self._piece.leave(self)
+                raise
 
     def lend(self, piece: PoolPiece) -> int:
         """Let inference have contents in the file, of which all contents are lost.

@@ -35,6 +35,7 @@ from hybrid_engine.memory.host_pages import (
     map_memory,
     raise_errno,
     round_up,
+    tensor_over,
 )
 from hybrid_engine.memory.pool import Memories
 
@@ -149,10 +150,11 @@ def _end_loans(
     loans: dict[int, _Loan], lenders: weakref.WeakSet[HostMemory], pool: StagingPool
 ) -> None:
     """Give these storages and tensors of the pool pages of their own, with the same contents."""
-    for address, loan in loans.items():
+    for address, loan in [*loans.items()]:
         _renew(*_pages(loan.storage, mmap.PAGESIZE), loan.piece)
+        # Before it leaves: an interrupt must not renew pages again without their contents.
+        del loans[address]
         loan.piece.leave(address)
-    loans.clear()
     pool.end_loan()
     for memory in lenders:
         memory.end_loan()
@@ -161,11 +163,10 @@ def _end_loans(
 
 def _renew(start: int, nbytes: int, piece: PoolPiece) -> None:
     """Replace pages by new ones with the same contents, unless inference has none in the piece."""
-    contents = b""
-    if piece.has_contents_of("inference"):
-        contents = ctypes.string_at(start, nbytes)
+    pages = tensor_over(start, nbytes, HostMemory.device, None)
+    contents = pages.clone() if piece.has_contents_of("inference") else pages[:0]
     map_memory(nbytes, at=start)
-    ctypes.memmove(start, contents, len(contents))
+    pages[: len(contents)] = contents
 
 
 class StagingPool:

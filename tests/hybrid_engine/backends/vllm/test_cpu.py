@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.cpu import host_memory
 from hybrid_engine.backends.vllm.cpu.host_memory import CpuWeightMemory, StagingPool
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.elastic import ElasticBuffer
-from hybrid_engine.memory.host_pages import HostMemory
+from hybrid_engine.memory.host_pages import HostMemory, PoolPiece
 from tests.harness.errors import has_code
 
 F32 = torch.float32
@@ -194,6 +195,40 @@ def test_a_switch_touches_no_new_page() -> None:
     assert buffer.resident_nbytes() == pages
     with pytest.raises(StateError, match="training"):
         sides.memory.restore(sides.live.values())
+
+
+def test_an_interrupted_call_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 8 * mmap.PAGESIZE
+    sides = Sides([size], [size])
+    sides.share()
+    sides.infer(1)
+    sides.memory.free(sides.live)
+    (buffer,) = sides.buffers
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostMemory, "_permit", interrupt)
+        buffer.restore()
+    assert not buffer.resident_nbytes()
+    sides.train(2)
+    sides.infer(3)
+    leave = PoolPiece.leave
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PoolPiece, "leave", lambda *of: interrupt(leave(*of)))
+        sides.memory.close()
+    sides.memory.close()
+    assert bool((sides.live["0"] == 3).all())
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow  # takes 4 GiB
+def test_a_loan_longer_than_an_int_keeps_its_contents() -> None:
+    pages = host_memory._Pages(2**31)
+    pages.memory[-1] = 7
+    pages.piece.take("inference", pages.address)
+    host_memory._renew(pages.address, pages.nbytes, pages.piece)
+    assert pages.memory[-1] == 7
 
 
 def test_another_engine_gets_no_memory_with_contents() -> None:
