@@ -36,6 +36,7 @@ import reprlib
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Self, TypeVar
 
@@ -90,6 +91,15 @@ def collect(
     except ConfigError as error:
         violations.extend(error.findings)
         return None
+
+
+@contextmanager
+def needing_package(message: str) -> Iterator[None]:
+    """Raise DependencyError with this message if the block finds no package to import."""
+    try:
+        yield
+    except ImportError as error:
+        raise DependencyError(message, code="needs-package") from error
 
 
 _NOT_OF_USER = (

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, DependencyError, clipped
+from hybrid_engine.errors import ConfigError, clipped, needing_package
 from hybrid_engine.files.model_files import (
     COMPANIONS,
     CONFIG,
@@ -145,14 +145,11 @@ def _download(
     key: str,
     cache: Path | None = None,
 ) -> Path:
-    try:
+    with needing_package(
+        f"{key}: {repo_id} is not a directory, and a model on the Hub needs huggingface_hub: "
+        "pip install huggingface_hub (transformers and vLLM bring it)"
+    ):
         from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise DependencyError(
-            f"{key}: {repo_id} is not a directory, and a model on the Hub needs huggingface_hub: "
-            "pip install huggingface_hub (transformers and vLLM bring it)",
-            code="huggingface-hub-is-missing",
-        ) from error
     with _naming(repo_id, revision, key):
         directory = snapshot_download(
             repo_id,

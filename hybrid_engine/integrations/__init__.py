@@ -8,7 +8,7 @@ verl.py         verl's checkpoint engine, checkpoint manager and actors; only ve
 
 from importlib import metadata
 
-from hybrid_engine.errors import DependencyError
+from hybrid_engine.errors import DependencyError, needing_package
 
 OWN_DEVICES = {
     "release_weights": False,
@@ -27,12 +27,8 @@ def require_tested(distribution: str, tested: str, install: str) -> None:
         tested: prefix of the tested versions, e.g. "1.16" for 1.16.0.
         install: argument of pip that installs a missing framework.
     """
-    try:
+    with needing_package(f"{distribution} is not installed: pip install '{install}'"):
         installed = metadata.version(distribution)
-    except metadata.PackageNotFoundError as error:
-        raise DependencyError(
-            f"{distribution} is not installed: pip install '{install}'", code="needs-package"
-        ) from error
     # With the dot, so that 1.160 is not taken for 1.16.
     if not f"{installed}.".startswith(f"{tested}."):
         raise DependencyError(

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid_engine.errors import DependencyError
+from hybrid_engine.errors import needing_package
 from hybrid_engine.planning.routes import Hosts
 from hybrid_engine.planning.tensor_classes import TensorClass, tensor_classes
 from hybrid_engine.records.holdings import (
@@ -241,13 +241,9 @@ def _assign(gains: np.ndarray) -> np.ndarray:
 
     Among assignments of equal gain, the one with most rows i in column i.
     """
-    try:
+    message = "infer_rank_order auto needs scipy: pip install scipy, or choose sequential"
+    with needing_package(message):
         from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        raise DependencyError(
-            "infer_rank_order auto needs scipy: pip install scipy, or choose sequential",
-            code="scipy-is-missing",
-        ) from error
     # The solver takes one number per pair, so both criteria go into one weight. Gains are multiples
     # of `unit`: counted in units, assignments of different gain differ by at least 1. Times n + 1,
     # that outweighs the bonus of at most n ones on the diagonal. So the diagonal only decides

@@ -36,11 +36,11 @@ import torch
 
 from hybrid_engine.errors import (
     ArgumentError,
-    DependencyError,
     StateError,
     Violation,
     Violations,
     first_of,
+    needing_package,
     shortened,
 )
 from hybrid_engine.ports import Figures
@@ -425,12 +425,8 @@ def equal_expression(prompt: Mapping[str, Any], completion: Any) -> float:
             "be interrupted: call train in the main thread",
             code="not-the-main-thread",
         )
-    try:
+    with needing_package("the reward math needs math-verify: pip install '.[data]'"):
         from math_verify import parse, verify
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            "the reward math needs math-verify: pip install '.[data]'", code="needs-package"
-        ) from error
     answer = str(prompt["answer"]).rpartition(_MARK)[2].strip()
     expected = parse(f"${answer}$", parsing_timeout=_TIMEOUT_SECONDS)
     drawn = parse(completion.text, parsing_timeout=_TIMEOUT_SECONDS)

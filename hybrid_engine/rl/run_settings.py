@@ -30,11 +30,11 @@ from hybrid_engine.config.keys import Count, Name, Positive, Section
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import (
     ConfigError,
-    DependencyError,
     Violation,
     clipped,
     collect,
     first_of,
+    needing_package,
     require_none,
     shortened,
 )
@@ -295,12 +295,8 @@ def _prompt(data: DataConfig, row: Mapping[str, Any]) -> Any:
 
 def _rows(data: DataConfig, source: str, directory: Path) -> Any:
     """Return a `datasets.Dataset`."""
-    try:
+    with needing_package(f"{SECTION}.data needs datasets: pip install '.[data]'"):
         import datasets
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            f"{SECTION}.data needs datasets: pip install '.[data]'", code="needs-package"
-        ) from error
     datasets.disable_progress_bars()  # each rank would draw its own
     reader = _BUILDERS.get(Path(source).suffix)
     # An evaluation names another split of the same data set, such as test[:200].

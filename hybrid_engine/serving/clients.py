@@ -27,12 +27,12 @@ import msgspec
 
 from hybrid_engine.errors import (
     ConfigError,
-    DependencyError,
     HybridEngineError,
     ServerError,
     Violation,
     Violations,
     clipped,
+    needing_package,
     shortened,
 )
 from hybrid_engine.files.durable import system_error_behind
@@ -142,12 +142,8 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
     kind, _, actor = name.partition(":")
     if kind != "ray":
         return HttpServer(name, timeout_seconds, allow_public=allow_public)
-    try:
+    with needing_package(f"servers: {name} needs Ray: pip install '.[ray]'"):
         import ray
-    except ImportError as error:
-        raise DependencyError(
-            f"servers: {name} needs Ray: pip install '.[ray]'", code="ray-is-missing"
-        ) from error
     try:
         if not ray.is_initialized():
             ray.init(address="auto")  # without an address Ray would start a cluster

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from hybrid_engine.config import OptimizerConfig
 from hybrid_engine.errors import (
     ArgumentError,
-    DependencyError,
     LossError,
     StateError,
+    needing_package,
     shortened,
 )
 
@@ -169,12 +169,9 @@ def param_scheduler(optimizer: Any, config: OptimizerConfig) -> OptimizerParamSc
 
 def scheduler_class() -> type[OptimizerParamScheduler]:
     """Import the class of schedules. Raises DependencyError if megatron-core is not installed."""
-    try:
+    with needing_package(
+        "actor_config.optimizer.schedule needs megatron-core, with FSDP2 too: "
+        "pip install '.[train]' in a checkout"
+    ):
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    except ImportError as error:
-        raise DependencyError(
-            "actor_config.optimizer.schedule needs megatron-core, with FSDP2 too: "
-            "pip install '.[train]' in a checkout",
-            code="needs-package",
-        ) from error
     return OptimizerParamScheduler

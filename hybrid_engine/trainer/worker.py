@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -18,7 +18,7 @@ from hybrid_engine.assembly import inference_side
 from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.job_rules import require_room
-from hybrid_engine.errors import ConfigError, DependencyError
+from hybrid_engine.errors import ConfigError, needing_package
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.parallelism import sizes_text
 from hybrid_engine.ports import Batch, Data, Figures, LossFunction
@@ -314,11 +314,9 @@ def _builder(
     if config.actor_config.fsdp is not None:
         if config.actor_config.optimizer.schedule is not None:
             scheduler_class()
-        if config.actor_config.lora is not None and find_spec("peft") is None:
-            raise DependencyError(
-                "actor_config.lora with fsdp needs PEFT: pip install '.[lora]'",
-                code="needs-package",
-            )
+        if config.actor_config.lora is not None:
+            with needing_package("actor_config.lora with fsdp needs PEFT: pip install '.[lora]'"):
+                metadata.version("peft")
         from hybrid_engine.trainer.fsdp.actor import build_actor as build_with_fsdp
 
         return partial(build_with_fsdp, module=module)

@@ -130,5 +130,5 @@ def test_sequential_order_keeps_the_ranks() -> None:
 def test_auto_order_requires_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with refused(DependencyError, "scipy-is-missing"):
+    with refused(DependencyError, "needs-package"):
         rank_order("auto", holdings, holdings, "ab", 1)
