@@ -16,6 +16,8 @@ Exit status:
     3   `plan`: the job does not fit its devices or hosts. `verify`, `certify`: the ranks or engines
         ended without a verdict; their output is printed
 
+Without an answer `--json` has the error, with its violations or its code.
+
 That of `run` is in run_command.py.
 """
 

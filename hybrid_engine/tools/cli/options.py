@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,11 +26,21 @@ from hybrid_engine.errors import (
     shortened,
 )
 from hybrid_engine.files.documents import apply_overrides, read_yaml
+from hybrid_engine.tools.cli.output import end_without_answer
 
 MAX_RANKS = 2**17
 """Largest number of ranks. Beyond it a plan takes minutes, and more memory than the planned job."""
 OVERRIDE = re.compile(r"([\w.]+=.*)", re.DOTALL)
 """A key and its value; the group is all of it."""
+CONFIG_ARGUMENT: ArgumentInfo = typer.Argument(
+    metavar="CONFIG.yaml|MODEL|KEY=VALUE",
+    help="The job's configuration or a model's directory, and keys to set, for example "
+    "actor_config.tensor_model_parallel_size=4. "
+    "Without a file, keys alone, of which `model` is required: "
+    "a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
+    show_default=False,
+)
+"""The configuration file and overrides of its keys."""
 
 
 def integer_option(meaning: str) -> OptionInfo:
@@ -39,19 +50,6 @@ def integer_option(meaning: str) -> OptionInfo:
     """
     option: OptionInfo = typer.Option(help=meaning, parser=_parse_integer, metavar="INTEGER")
     return option
-
-
-def config_argument() -> ArgumentInfo:
-    """Return the argument for the configuration file and overrides of its keys."""
-    argument: ArgumentInfo = typer.Argument(
-        metavar="CONFIG.yaml|MODEL|KEY=VALUE",
-        help="The job's configuration or a model's directory, and keys to set, for example "
-        "actor_config.tensor_model_parallel_size=4. "
-        "Without a file, keys alone, of which `model` is required: "
-        "a Hugging Face id (org/name) or a directory with a config.json. Needs no weights.",
-        show_default=False,
-    )
-    return argument
 
 
 def split_words(
@@ -69,7 +67,7 @@ def split_words(
 
 
 def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
-    """Return the checked configuration from the words of `config_argument`.
+    """Return the checked configuration from the words of `CONFIG_ARGUMENT`.
 
     Args:
         words: at most one file, or directory of a model, and overrides KEY=VALUE.
@@ -133,25 +131,24 @@ def _parse_integer(text: str) -> int:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """End the command with a message if the block raises an error of the engine.
+def refusing(as_json: bool = False) -> Iterator[None]:
+    """End the command with a message, as of `refuse`, if the block raises an error of the engine.
 
     The exit status is 2, or 3 if ranks or engines ended without a verdict.
     """
     try:
         yield
     except ConfigError as error:
-        refuse(error.findings)
+        refuse(error.findings, as_json)
     except (DependencyError, FileError, ModelError, ReshardError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(3 if isinstance(error, ReshardError) else 2) from None
+        status = 3 if isinstance(error, ReshardError) else 2
+        end_without_answer(str(error), status, as_json, code=error.code)
 
 
-def refuse(violations: Sequence[Violation]) -> NoReturn:
-    """End the command with status 2 and every violation on stderr."""
-    if len(violations) == 1:
-        typer.echo(f"Error: {violations[0]}", err=True)
-    else:
+def refuse(violations: Sequence[Violation], as_json: bool = False) -> NoReturn:
+    """End the command with status 2 and every violation on stderr, and for `--json` on stdout."""
+    message = f"Error: {violations[0]}"
+    if len(violations) > 1:
         _, *lines = str(ConfigError(violations)).splitlines()
-        typer.echo("\n".join((f"{len(violations)} errors:", *lines)), err=True)
-    raise typer.Exit(2)
+        message = "\n".join((f"{len(violations)} errors:", *lines))
+    end_without_answer(message, 2, as_json, violations=[*map(asdict, violations)])

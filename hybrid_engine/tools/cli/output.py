@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import typer
 from rich import console
@@ -26,13 +28,22 @@ _STYLES = {"Fits": "bold green", "Tight": "bold yellow", "Does not fit": "bold r
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Show progress on stderr while the block runs, if stderr is a terminal.
+def timed(step: str) -> Iterator[None]:
+    """Show on stderr that a long step runs, and its seconds at its end, in a file as well."""
+    started = time.monotonic()
+    terminal = Console(stderr=True)
+    with terminal.status(step):
+        if not terminal.is_terminal:
+            typer.echo(f"{step} ...", err=True)
+        yield
+    typer.echo(f"{step} in {time.monotonic() - started:.0f} s", err=True)
 
-    Yields a function that sets the description of the current step.
-    """
-    with console.Console(stderr=True).status("starting") as status:
-        yield status.update
+
+def end_without_answer(error: str, status: int, as_json: bool, **facts: object) -> NoReturn:
+    """End the command with an error on stderr and, with facts about it, as JSON on stdout."""
+    typer.echo(error, err=True)
+    write_answer({"error": error, **facts}, (), as_json=as_json)
+    raise typer.Exit(status)
 
 
 def write_answer(

@@ -21,13 +21,13 @@ from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.tools.cli.from_verl import read_verl
 from hybrid_engine.tools.cli.options import (
-    config_argument,
+    CONFIG_ARGUMENT,
     integer_option,
     read_config,
     refuse,
     refusing,
 )
-from hybrid_engine.tools.cli.output import Block, new_table, progress, write_answer
+from hybrid_engine.tools.cli.output import Block, Console, new_table, write_answer
 from hybrid_engine.tools.plan.answer import (
     explanations,
     facts_of,
@@ -50,7 +50,7 @@ _RATES = ",".join(f"{link}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
 def plan(
-    words: Annotated[list[str], config_argument()],
+    words: Annotated[list[str], CONFIG_ARGUMENT],
     ranks: Annotated[
         int | None, integer_option("Number of ranks: one for each device. Needed without --from.")
     ] = None,
@@ -172,20 +172,19 @@ def plan(
     if as_markdown and as_json:
         violations.append(Violation("--markdown", "and --json", "Leave out one", code="set-twice"))
     if violations or config is None or rates is None or size is None or ranks is None:
-        refuse(violations)
+        refuse(violations, as_json)
     hosts_of = 8 if hosts_of is None else hosts_of
     is_elastic = _has_elastic_buffers() if elastic is None else elastic
     cluster = Cluster(hosts_of, size, host_gib, rates, is_elastic, reserve_gib)
     started = time.perf_counter()
-    with refusing(), progress() as show_step:
-        job = plan_job(config, ranks, cluster, show_step, num_mtp_layers)
+    with refusing(as_json), Console(stderr=True).status("planning"):
+        job = plan_job(config, ranks, cluster, num_mtp_layers)
         facts = facts_of(job)
         if frozen is not None:
             facts["later_switches"] = later_switches(job, frozen.replace(" ", "").split(","))
         seconds = time.perf_counter() - started
         facts["planning"] = {"seconds": seconds, "peak_memory": _peak_memory()}
         if rank is not None:
-            show_step(f"every transfer of rank {rank}")
             facts["rank"] = facts_of_rank(job, rank)
         facts["remarks"] = [*remarks, *_remarks(config, ranks, num_mtp_layers)]
     blocks = [*_blocks(job, facts, explain)]

@@ -84,8 +84,7 @@ def start_ranks(arguments: Sequence[str]) -> None:
             ]
         )
     try:
-        if _is_on_one_node(options):
-            _listen_on_loopback(options)
+        _listen_on_loopback(options)
         # Ranks import for seconds before they print.
         num_ranks = torchrun.determine_local_world_size(options.nproc_per_node)
         typer.echo(f"starting {num_ranks} ranks of {options.training_script} ...", err=True)
@@ -108,16 +107,15 @@ def start_ranks(arguments: Sequence[str]) -> None:
         raise typer.Exit(2) from None
 
 
-def _is_on_one_node(options: Namespace) -> bool:
-    """Return whether torchrun would choose a rendezvous of this node itself."""
-    is_free = options.rdzv_backend == "static" and not options.rdzv_endpoint
-    most_nodes = options.nnodes.rpartition(":")[2]
-    return options.standalone or (is_free and options.master_port is None and most_nodes == "1")
-
-
 def _listen_on_loopback(options: Namespace) -> None:
+    """Replace the rendezvous, if torchrun would choose one of this node itself."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
+    is_free = options.rdzv_backend == "static" and not options.rdzv_endpoint
+    most_nodes = options.nnodes.rpartition(":")[2]
+    is_on_one_node = is_free and options.master_port is None and most_nodes == "1"
+    if not (options.standalone or is_on_one_node):
+        return
     options.standalone = False  # otherwise torchrun replaces the backend
     options.rdzv_backend = _BACKEND
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)

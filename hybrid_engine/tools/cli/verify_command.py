@@ -15,13 +15,19 @@ from hybrid_engine.errors import Violation, Violations, collect, first_of, short
 from hybrid_engine.layouts.memory import GIB
 from hybrid_engine.models.quantization_configs import block_config, format_in
 from hybrid_engine.tools.cli.options import (
-    config_argument,
+    CONFIG_ARGUMENT,
     integer_option,
     read_config,
     refuse,
     refusing,
 )
-from hybrid_engine.tools.cli.output import Block, new_table, progress, write_answer
+from hybrid_engine.tools.cli.output import (
+    Block,
+    end_without_answer,
+    new_table,
+    timed,
+    write_answer,
+)
 
 if TYPE_CHECKING:
     from hybrid_engine.tools.verify.certificate import Finding
@@ -33,7 +39,7 @@ _MAX_NAMES = 4
 
 
 def verify(
-    words: Annotated[list[str], config_argument()],
+    words: Annotated[list[str], CONFIG_ARGUMENT],
     ranks: Annotated[
         int,
         integer_option("Number of ranks: as many processes are started here."),
@@ -76,18 +82,16 @@ def verify(
     if config is not None and not oversubscribe:
         violations += _too_many_ranks(ranks)
     if violations or config is None:
-        refuse(violations)
+        refuse(violations, as_json)
     name = f"{' '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    with refusing(), unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
+    with refusing(as_json), unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
         actor, generate = values_to_verify(config)
         case = case_of(name, config.model, scratch, ranks, actor, generate, layers)
         case.config(ranks)  # raises with every violation before a process is started
-        with progress() as show_step:
-            show_step(f"three switches on {ranks} processes")
+        with timed(f"three switches on {ranks} processes"):
             (verdict,) = run_cases([case], ranks)
     if verdict.status > 1:
-        typer.echo(f"No verdict: {verdict.error}", err=True)
-        raise typer.Exit(verdict.status)
+        end_without_answer(f"No verdict: {verdict.error}", verdict.status, as_json)
     method = config.generate_config.quantization
     published = block_config(config.hf_config(), method)
     if method is None and published is not None:
@@ -168,24 +172,24 @@ def certify(
     if missing or not models:
         problems = [f"{model} has no config.json" for model in missing] or ["no model is named"]
         remedy = "Name directories of models before `--`"
-        refuse([Violation("MODEL", problem, remedy, code="no-model") for problem in problems])
+        refused = [Violation("MODEL", problem, remedy, code="no-model") for problem in problems]
+        refuse(refused, as_json)
     names = [Path(model).absolute().name for model in models]
     if len(set(names)) < len(names):
         names = models
     with (
-        refusing(),
+        refusing(as_json),
         unwinding_on_sigterm(),
         scratch_directory("hybrid-engine-certify-") as scratch,
-        progress() as show_step,
     ):
-        show_step("writing checkpoints")
-        arguments = words[num_models:]
-        pairs = [
-            verification.prepare(Path(model), name, arguments, scratch / str(index))
-            for index, (model, name) in enumerate(zip(models, names, strict=True))
-        ]
-        show_step(f"vLLM's engines, models: {len(models)}")
-        findings = verification.certify(pairs, scratch)
+        with timed("writing checkpoints"):
+            arguments = words[num_models:]
+            pairs = [
+                verification.prepare(Path(model), name, arguments, scratch / str(index))
+                for index, (model, name) in enumerate(zip(models, names, strict=True))
+            ]
+        with timed(f"vLLM's engines, models: {len(models)}"):
+            findings = verification.certify(pairs, scratch)
     write_answer(_as_json(findings), _finding_blocks(findings), as_json=as_json)
     statuses = {finding.status for of_model in findings.values() for finding in of_model}
     raise typer.Exit(1 if statuses & {"differs", "failed"} else 0)

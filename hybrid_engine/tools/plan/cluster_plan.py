@@ -420,7 +420,6 @@ def plan_job(
     config: HybridConfig,
     world_size: int,
     cluster: Cluster | None = None,
-    progress: Callable[[str], None] = lambda _: None,
     num_mtp_layers: int | None = None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, and count bytes and memory.
@@ -429,7 +428,6 @@ def plan_job(
         config: configuration, checked for `world_size` ranks (`load_config`).
         world_size: number of ranks.
         cluster: hosts, devices and links; default: hosts of 8 H200.
-        progress: callback with the name of each step.
         num_mtp_layers: see `load_config`.
 
     Raises:
@@ -442,7 +440,6 @@ def plan_job(
     generate = config.generate_config
     dtype = config.served_dtype
     table = JobContext.of(config, world_size, num_mtp_layers).table
-    progress("laying out both sides")
     source, state, gathered = _training(config, world_size, table)
     train = config.train_sizes(world_size)
     infer = generate.sizes(world_size)
@@ -460,22 +457,18 @@ def plan_job(
         longest = longest_sequence(config)
     positions = lay_out(infer)
     relaying = cluster.relaying_hosts(world_size)
-    progress("counting bytes")
     sequential = summarize(source, positions, hosts, relaying)
-    progress("choosing the order of ranks")
     order = rank_order(generate.infer_rank_order, source, positions, hosts, infer.tensor)
     # Sequential order needs no second layout.
     destination = positions
     moved = sequential
     if order != tuple(range(world_size)):
-        progress("counting bytes in that order")
         infer = replace(infer, rank_order=order)
         destination = lay_out(infer)
         moved = summarize(source, destination, hosts, relaying)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
     weights = destination.num_elements * DTYPE_NBYTES[dtype]
-    progress("making buckets")
     bucket = largest_bucket(source, destination, generate.bucket_mb * MIB)
     critic = None
     activations = _activations(config.actor_config, table, train)

@@ -132,20 +132,17 @@ class Verdict:
 def join(verdicts: Sequence[Verdict]) -> Verdict:
     """Join the verdicts of all ranks, in their order, into the first of them."""
     first = verdicts[0]
-    different = []
     errors: dict[str, str] = {}
-    seen = []
-    remarks = []
     for rank, verdict in enumerate(verdicts):
-        different += [f"rank {rank} {name}" for name in verdict.different]
-        seen += verdict.seen
-        remarks += verdict.remarks
+        verdict.different = [f"rank {rank} {name}" for name in verdict.different]
         if verdict.error:
             errors.setdefault(verdict.error, f"rank {rank}: {verdict.error}")
-    first.num_parameters = sum(verdict.num_parameters for verdict in verdicts)
-    first.different = different
-    first.seen = seen
-    first.remarks = list(dict.fromkeys(remarks))
+    for others in verdicts[1:]:
+        first.num_parameters += others.num_parameters
+        first.different += others.different
+        first.seen += others.seen
+        first.remarks += others.remarks
+    first.remarks = list(dict.fromkeys(first.remarks))
     first.error = "\n".join(errors.values()) or None
     first.status = min(verdict.status for verdict in verdicts)
     for engine in ("training", "vllm"):

@@ -217,7 +217,7 @@ def facts_of(machine: Machine) -> dict[str, str]:
     return {
         "GPUs": _gpus(machine),
         "free on the GPUs": _gpu_memory(machine),
-        "driver": f"{_answer_of(_driver_version)}; {_cuda_of_driver()}",
+        "driver": f"{_answer_of(_driver_version)}; {_answer_of(_cuda_of_driver)}",
         "GPUs reach each other": _answer_of(lambda: _peer_access(machine.num_gpus)),
         "CUDA and NCCL of torch": _answer_of(lambda: _torch_libraries(machine)),
         "packages": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
@@ -231,7 +231,7 @@ def facts_of(machine: Machine) -> dict[str, str]:
         "host memory": (
             f"{available_host_nbytes() / GIB:.1f} GiB available, with the container's limit"
         ),
-        "/dev/shm": _shared_memory(),
+        "/dev/shm": _answer_of(_shared_memory),
         "limits": (
             f"memlock {_limit(resource.RLIMIT_MEMLOCK)}, nofile {_limit(resource.RLIMIT_NOFILE)}"
         ),
@@ -293,10 +293,7 @@ def _gpu_memory(machine: Machine) -> str:
 def _cuda_of_driver() -> str:
     """Return the newest CUDA version that the driver supports."""
     version = ctypes.c_int()
-    try:
-        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return "libcuda.so.1 is missing"
+    code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     major, minor = divmod(version.value, 1000)
     return (
         f"for CUDA up to {major}.{minor // 10}"
@@ -333,10 +330,7 @@ def _torch_libraries(machine: Machine) -> str:
 
 
 def _shared_memory() -> str:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError as error:
-        return f"cannot be used: {error.strerror}"
+    usage = shutil.disk_usage("/dev/shm")
     return f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
 
 

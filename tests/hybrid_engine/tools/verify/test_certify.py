@@ -92,7 +92,9 @@ def test_engines_without_result_are_reported(
 ) -> None:
     monkeypatch.setattr(certify, "run_ranks", lambda *_, **__: ended)
     model = write_config(tmp_path / "model", served_config("llama"))
-    assert message in invoke("certify", model, status=status).stderr
+    result = invoke("certify", model, "--json", status=status)
+    assert message in result.stderr
+    assert message in json.loads(result.stdout)["error"]
 
 
 def test_a_cold_engine_that_fails_certifies_nothing(

@@ -53,6 +53,8 @@ def test_gpus_are_queried_in_another_process(
         "process 7 (/usr/bin/python) has 10.0 GiB",
         "process 8 ([Not Found]) has memory",
     )
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert memory_users() == {}, "without nvidia-smi"
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,6 @@ def test_a_failed_query_is_reported(
     machine = this_machine()
     assert machine.gpus == ()
     assert message in machine.gpu_problem
-
-
-def test_without_nvidia_smi_no_users_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert memory_users() == {}
 
 
 def test_faulty_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,26 +255,21 @@ def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> Non
     values = {
         "model": str(published),
         "actor_config": {
-            **{
-                "lora": {"rank": 4},
-                "seq_length": 8192,
-                "optimizer": {"lr": 1e-6},
-                "make_vocab_size_divisible_by": 64,
-            },
-            **{
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 9,
-            },
+            "lora": {"rank": 4},
+            "seq_length": 8192,
+            "optimizer": {"lr": 1e-6},
+            "make_vocab_size_divisible_by": 64,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 9,
         },
         "generate_config": {
-            **{
-                "lora_delivery": "adapter",
-                "max_model_len": 9000,
-                "kv_cache_mb": 4000,
-                "transport": "collective",
-            },
-            **{"trace": "trace.json", "release_weights": False},
+            "lora_delivery": "adapter",
+            "max_model_len": 9000,
+            "kv_cache_mb": 4000,
+            "transport": "collective",
+            "trace": "trace.json",
+            "release_weights": False,
         },
     }
     config = load_config(values, 2, weights_only=True, own_weights=True)
@@ -310,15 +305,17 @@ def test_a_case_keeps_keys_that_affect_layouts_and_values(tmp_path: Path) -> Non
 def test_an_error_before_the_first_comparison_is_no_verdict(
     error: Exception, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of both ranks is printed once. The ranks are fakes."""
+    """An error of both ranks is printed once, as JSON as well. The ranks are fakes."""
     monkeypatch.setattr(verify.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(verify, "ActorHybridWorker", Mock(side_effect=error))
     case = Case("case", str(write_config(tmp_path / "model", published_configs.QWEN3_8B)))
     of_rank = verify._verdict_of_rank(case, Mock(), tmp_path, Mock())
     verdicts = [join([replace(of_rank), of_rank])]
     monkeypatch.setattr(verify, "run_cases", lambda *_: verdicts)
-    result = invoke("verify", tmp_path / "model", "--ranks", 2, status=status)
-    assert result.output.count(str(error)) == 1
+    result = invoke("verify", tmp_path / "model", "--ranks", 2, "--json", status=status)
+    assert json.loads(result.stdout)["error"].count(str(error)) == 1
+    step = "three switches on 2 processes"
+    assert result.stderr.startswith(f"{step} ...\n{step} in 0 s\n")
     assert ("No verdict: rank 0: " in result.stderr) == (status > 1)
 
 
