@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +20,8 @@ import torch
 
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.compute_check.probes import Probed
-from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.config.loading import generate_values, read_train_config
 from hybrid_engine.config.rules import given
 from hybrid_engine.errors import (
     ConfigError,
@@ -48,7 +47,6 @@ from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import InferenceWeights, Trainer, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.records.layout import Layout, differences
 from hybrid_engine.records.sides import Side, layout_messages, refined_alike
 from hybrid_engine.switch.setup import gather_side
@@ -381,78 +379,6 @@ def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
     return ActorLora(LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes)), shapes)
 
 
-@torch_defaults()  # because these tensors are trained and filled in other modes of torch
-def shard_and_build(
-    model: torch.nn.Module,
-    owner: ExitStack,
-    add_inference: Callable[..., None],
-    *,
-    rollout_config: Mapping[str, Any] | None,
-    train_config: Mapping[str, Any] | None,
-    shard: bool,
-    enable_reshard: bool,
-    compress_reshard: bool,
-    compression_dtype: torch.dtype | str,
-) -> None:
-    """Shard the model, unless it is sharded or stays whole, and build vLLM for it. Collective.
-
-    `owner` closes everything that is created here, and `add_inference` is the method of the
-    `HybridEngine`, which documents the other arguments. Raises, on all ranks, ConfigError,
-    UnknownModelError or ModelError, each with all its violations.
-    """
-    from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
-
-    if not enable_reshard:
-        raise ConfigError.of(
-            "enable_reshard",
-            "False",
-            "Leave it out: weights reach vLLM only by resharding",
-            code="must-be-enabled",
-        )
-    values = generate_values(rollout_config or {})
-    if compress_reshard:
-        values["compress_reshard"] = True
-        values["compression_dtype"] = str(compression_dtype).removeprefix("torch.")
-    timeout_seconds = values.get("timeout_seconds", GenerateConfig().timeout_seconds)
-    job = owner.enter_context(closing(Job.join(timeout_seconds)))
-    with job.agreement.building():
-        with job.agreement.phase("checking the configuration"):
-            if not shard and train_config is not None:
-                raise ConfigError.of(
-                    "train_config",
-                    "configures sharding, but shard is False",
-                    "Leave one out",
-                    code="contradicts-shard",
-                )
-            is_whole = not (shard or is_sharded(model))
-            if not is_whole:
-                fsdp = read_train_config(train_config or {}, job.world_size)
-            elif job.world_size > 1:
-                # Every rank has a replica of the whole model.
-                fsdp = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=job.world_size)
-            else:
-                fsdp = FsdpConfig()
-            tokenizer = values.pop("model", None)
-            settings = {
-                "actor_config": {"seq_length": 1, "fsdp": fsdp},
-                "generate_config": values,
-            }
-            config, tokenizer_dir = _checked_config(
-                model, settings, job.world_size, owner, tokenizer, own_loop=True
-            )
-            table = config.table()
-            inference_side(config).check(job)
-        with job.agreement.phase("sharding the model", SHORT_PATIENCE):
-            if shard and (train_config is not None or not is_sharded(model)):
-                shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
-            delivery = config.generate_config.lora_delivery
-            train = ShardedModel(model, table, job.rank, lora_delivery=delivery, is_whole=is_whole)
-            owner.callback(train.close)  # runs after its state has returned to the device
-        lora = train.weights.lora
-        add_inference(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
-
-
 def settings_of(source: Any, owner: ExitStack) -> tuple[HybridConfig, torch.nn.Module | None]:
     """Return the configuration of a worker, and the caller's model that it is to train, if any.
 
@@ -472,11 +398,11 @@ def settings_of(source: Any, owner: ExitStack) -> tuple[HybridConfig, torch.nn.M
     from hybrid_engine.backends.fsdp.model_checks import untrainable
 
     require_none(untrainable(model))
-    config, _ = _checked_config(model, settings, None, owner)
+    config, _ = checked_config(model, settings, None, owner)
     return config, model
 
 
-def _checked_config(
+def checked_config(
     model: torch.nn.Module,
     settings: Mapping[str, Any],
     world_size: int | None,

@@ -13,11 +13,13 @@ from weakref import WeakSet
 
 import torch
 
-from hybrid_engine.assembly import inference_side, shard_and_build
+from hybrid_engine.assembly import checked_config, inference_side
 from hybrid_engine.compute_check.probes import WithAttention
-from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import StateError
+from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig
+from hybrid_engine.config.loading import generate_values, read_train_config
+from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.files.durable import naming
+from hybrid_engine.layouts.parallelism import sizes_text
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
@@ -25,6 +27,7 @@ from hybrid_engine.ports import ColocatedModel, Data, Trainer, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.signals_and_forks import Ends
+from hybrid_engine.ranks.torch_internals import torch_defaults
 from hybrid_engine.switch.states import Hook, State, Switch
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ class HybridEngine:
     adapter: str | None = None
     _sharding: Switch | None = None
 
+    @torch_defaults()  # because these tensors are trained and filled in other modes of torch
     def __init__(
         self,
         *,
@@ -99,19 +103,65 @@ class HybridEngine:
         compress_reshard: bool = False,
         compression_dtype: torch.dtype | str = torch.bfloat16,
     ) -> None:
-        with Ends() as undo:
-            shard_and_build(
-                model,
-                undo,
-                self._add_inference,
-                rollout_config=rollout_config,
-                train_config=train_config,
-                shard=shard,
-                enable_reshard=enable_reshard,
-                compress_reshard=compress_reshard,
-                compression_dtype=compression_dtype,
+        from hybrid_engine.backends.fsdp import ShardedModel
+        from hybrid_engine.backends.fsdp.sharded_tensors import is_sharded, mesh_of, shard_model
+
+        if not enable_reshard:
+            raise ConfigError.of(
+                "enable_reshard",
+                "False",
+                "Leave it out: weights reach vLLM only by resharding",
+                code="must-be-enabled",
             )
-            self.take_over(undo)
+        values = generate_values(rollout_config or {})
+        if compress_reshard:
+            values["compress_reshard"] = True
+            values["compression_dtype"] = str(compression_dtype).removeprefix("torch.")
+        timeout_seconds = values.get("timeout_seconds", GenerateConfig().timeout_seconds)
+        with Ends() as owner:
+            job = owner.enter_context(closing(Job.join(timeout_seconds)))
+            with job.building():
+                with job.agreement.phase("checking the configuration"):
+                    if not shard and train_config is not None:
+                        raise ConfigError.of(
+                            "train_config",
+                            "configures sharding, but shard is False",
+                            "Leave one out",
+                            code="contradicts-shard",
+                        )
+                    is_whole = not (shard or is_sharded(model))
+                    if not is_whole:
+                        fsdp = read_train_config(train_config or {}, job.world_size)
+                    elif job.world_size > 1:
+                        # Every rank has a replica of the whole model.
+                        fsdp = FsdpConfig(sharding_strategy="HYBRID_SHARD", replicas=job.world_size)
+                    else:
+                        fsdp = FsdpConfig()
+                    tokenizer = values.pop("model", None)
+                    settings = {
+                        "actor_config": {"seq_length": 1, "fsdp": fsdp},
+                        "generate_config": values,
+                    }
+                    config, tokenizer_dir = checked_config(
+                        model, settings, job.world_size, owner, tokenizer, own_loop=True
+                    )
+                    table = config.table()
+                    inference_side(config).check(job)
+                with job.agreement.phase("sharding the model", SHORT_PATIENCE):
+                    if shard and (train_config is not None or not is_sharded(model)):
+                        shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
+                    delivery = config.generate_config.lora_delivery
+                    train = ShardedModel(
+                        model, table, job.rank, lora_delivery=delivery, is_whole=is_whole
+                    )
+                    # Runs after its state has returned to the device.
+                    owner.callback(train.close)
+                job.built("model ready")
+                lora = train.weights.lora
+                self._add_inference(
+                    train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir
+                )
+            self.take_over(owner)
 
     @classmethod
     def around(cls, make_trainer: Callable[[Job], Trainer], config: HybridConfig) -> HybridEngine:
@@ -127,13 +177,14 @@ class HybridEngine:
         """
         with Ends() as owner:
             job = owner.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
-            with job.agreement.building():
+            with job.building():
                 with job.agreement.phase("checking what is installed"):
                     inference_side(config).check(job)
 
                 with job.agreement.phase("looking at the training model"):
                     train = make_trainer(job)
                     owner.callback(getattr(train, "close", lambda: None))
+                job.built("trainer built")
                 engine = cls.beside(train, config, config.table(), job, owner)
             engine.take_over(owner)
         return engine
@@ -161,7 +212,7 @@ class HybridEngine:
     ) -> None:
         """Build the inference side for this trainer, and the switch between both: state TRAIN.
 
-        Collective, within `job.agreement.building()`.
+        Collective, within `job.building()`.
 
         Args:
             train: trainer that provides the weights.
@@ -197,6 +248,11 @@ class HybridEngine:
         owner.callback(self.sharding.close)
         # Model and optimizer belong to the caller, but left the device while vLLM was built.
         self.start()
+        generate = config.generate_config
+        vllm = f"vLLM {sizes_text(generate.sizes(job.world_size))} built"
+        job.built("servers connected" if generate.servers else vllm)
+        # It takes a while, in which a user would press Ctrl-C.
+        owner.callback(job.say, "closing the engines ...")
 
     @property
     def sharding(self) -> Switch:

@@ -232,7 +232,7 @@ def attach(
     values, directory = read_source(config)
     with Ends() as owner:
         job = owner.enter_context(closing(Job.join(_timeout_in(values))))
-        with job.agreement.building():
+        with job.building():
             with job.agreement.phase("checking Megatron's model"):
                 apply_patches()
                 checked, table = live_config(values, directory, chunks, optimizer)

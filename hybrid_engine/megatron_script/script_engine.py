@@ -288,7 +288,7 @@ class ScriptEngine:
         # Ends in reverse order, each one even if another fails.
         with Ends() as undo:
             self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
-            with self.job.agreement.building():
+            with self.job.building():
                 with self.job.agreement.phase("looking at the training model"):
                     train = self._live_model(model_chunks, optimizer, num_steps)
                 self.hybrid = HybridEngine.beside(

@@ -17,7 +17,7 @@
     2    join_process_group           waits until all ranks have started
     3    hosts of all ranks           exchanged once through the job's store
     4    Agreement(world, hosts, …)   separate connections, and a thread that watches
-    5  with agreement.building(): ... set-up, with longer timeouts; steps in `agreement.phase(name)`
+    5  with job.building(): ...       set-up, with longer timeouts; steps in `agreement.phase(name)`
     6  with agreement.phase(name): ... each phase of a switch
     7  job.close()                    after all its users
 

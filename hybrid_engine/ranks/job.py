@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -38,6 +39,8 @@ from hybrid_engine.ranks.signals_and_forks import Ends
 from hybrid_engine.ranks.torch_internals import abort_group, without_watchdog
 from hybrid_engine.ranks.uncaught import ignore_known_warnings
 from hybrid_engine.ranks.world import World
+
+logger = logging.getLogger("hybrid_engine")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -190,6 +193,7 @@ class Job:
     timeout_seconds: float
     agreement: Agreement
     _ends: Ends = field(repr=False)
+    _built_at: list[float] = field(default_factory=list, repr=False)
 
     @classmethod
     def join(
@@ -255,6 +259,25 @@ class Job:
                 # The other ranks must learn the reason, or that this one was interrupted.
                 world.refuse(str(error) or type(error).__name__, meeting)
                 raise
+
+    @contextmanager
+    def building(self, what: str = "the engines") -> Iterator[None]:
+        """Run a set-up, as of `Agreement.building`, after a line about it. Collective."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        with self.agreement.building():
+            self.say(f"building {what} on {ranks} ...")
+            self._built_at.append(time.monotonic())
+            yield
+
+    def built(self, part: str) -> None:
+        """Say that a part of the set-up is complete, and its seconds, since the part before."""
+        self._built_at.append(time.monotonic())
+        self.say(f"{part} in {self._built_at[-1] - self._built_at[-2]:.0f} s")
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0, unless the logger `hybrid_engine` leaves out warnings."""
+        if self.rank == 0 and logger.isEnabledFor(logging.WARNING):
+            print(text, flush=True)
 
     @property
     def rank(self) -> int:

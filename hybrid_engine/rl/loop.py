@@ -176,13 +176,7 @@ def train(
             # Check the run before the engines are built, which takes minutes.
             require_runnable(engines, arguments, job, None if files is None else files.out)
             record = RunRecord(job, config, engines, files, ends, trackers, changed)
-            ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
-            record.say(f"building the engines on {ranks} ...")
-            model = ends.enter_context(
-                ActorHybridWorker(engines, module=module, job=job, on_built=record.built)
-            )
-            # It takes a while, in which a user would press Ctrl-C.
-            ends.callback(record.say, "closing the engines ...")
+            model = ends.enter_context(ActorHybridWorker(engines, module=module, job=job))
         signals = ends.enter_context(StopSignals(model.job.agreement.is_broken))
 
         def must_stop() -> bool:
@@ -202,8 +196,6 @@ def train(
             **chat,
         )
         ends.enter_context(closing(loop))
-        if loop.critic is not None:
-            record.built("critic built")
         record.begin()
         ends.enter_context(loop.saving(files))
         rows = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
@@ -84,7 +82,6 @@ class RunRecord:
         self._grad_norms: list[float] = []
         self._ends = ends
         self._terminal = Terminal(_COLUMNS, None if self._is_writer else SteadyConsole(quiet=True))
-        self._since = time.monotonic()
         with self._agreement.phase("checking the trackers"):
             if self._is_writer:
                 require_none(tracker_violations(trackers, None if files is None else files.out))
@@ -111,7 +108,7 @@ class RunRecord:
             for name in trackers:
                 tracker = opened(name, files.out, self._settings)
                 self._trackers.append(tracker)
-                ends.push(partial(_close, tracker))
+                ends.push(tracker.close)
 
     def begin(self) -> None:
         """Remove rows and checkpoints that are not continued.
@@ -142,12 +139,6 @@ class RunRecord:
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
         self._terminal.print(text)
-
-    def built(self, part: str) -> None:
-        """Print that a part of the engines is complete, and the seconds since the one before."""
-        now = time.monotonic()
-        self.say(f"{part} in {now - self._since:.0f} s")
-        self._since = now
 
     def begins(self, phase: str, step: int) -> None:
         """Show the phase of a step."""
@@ -205,7 +196,3 @@ class RunRecord:
                 self._files.metrics.append(row)
             for tracker in self._trackers:
                 tracker.add(step, row)
-
-
-def _close(tracker: SafeTracker, kind: type[BaseException] | None, *_: object) -> None:
-    tracker.close(has_failed=kind is not None)

@@ -259,9 +259,9 @@ class SafeTracker:
             logger.warning(message, self._name, step)
         self._is_late = True
 
-    def close(self, *, has_failed: bool = False) -> None:
-        """End the record of this process, after the rows that wait."""
-        ended = self._call("the end", methodcaller("close", has_failed=has_failed))
+    def close(self, failure: type[BaseException] | None = None, *_: object) -> None:
+        """End the record of this process, after the rows that wait. `failure`: as of __exit__."""
+        ended = self._call("the end", methodcaller("close", has_failed=failure is not None))
         self._thread.end()
         if not wait([ended], _SECONDS_TO_END).done:
             logger.warning("%s has not ended in %g s", self._name, _SECONDS_TO_END)

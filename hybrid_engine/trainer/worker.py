@@ -133,7 +133,6 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             and makes its configuration.
         job: default: `Job.join`, which ends with this worker. A job that is passed outlives the
             worker, and must have the timeout of the configuration.
-        on_built: called on every rank with a text about each part, as soon as it is complete.
 
     Attributes:
         config: the configuration.
@@ -154,15 +153,13 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         load_weights: bool = True,
         module: torch.nn.Module | None = None,
         job: Job | None = None,
-        on_built: Callable[[str], None] = lambda part: None,
     ) -> None:
         self.config = config
-        self._on_built = on_built
         # `Ends` runs its callbacks in reverse order, and the others if one fails.
         with Ends() as undo:
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
-            with job.agreement.building():
+            with job.building():
                 loads = load_weights and module is None and not config.random_weights
                 self._build(job, weights_only, loads, undo, module)
             self.take_over(undo)
@@ -191,14 +188,14 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             train = self.actor.engine.model
         trainer = "Megatron" if self.config.actor_config.fsdp is None else "FSDP2"
         sizes = sizes_text(self.config.train_sizes(job.world_size))
-        self._on_built(f"{trainer} {sizes} built")
+        job.built(f"{trainer} {sizes} built")
         if load_weights:
             load_pretrained(self.config.model, train.weights.base, table, job)
             if job.rank == 0 and self.config.actor_config.lora is not None:
                 logger.warning("actor_config.lora: the adapters are new; they add nothing yet")
             with job.agreement.phase("copying weights for the optimizer", SHORT_PATIENCE):
                 train.reload_main_params()
-            self._on_built("weights read")
+            job.built("weights read")
         self._add_inference(
             train,
             self.config,
@@ -208,9 +205,6 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
             lora=self.actor.lora,
             gives_back=module is not None,  # nobody trains on with one that is built here
         )
-        generate = self.config.generate_config
-        vllm = f"vLLM {sizes_text(generate.sizes(job.world_size))} built"
-        self._on_built("servers connected" if generate.servers else vllm)
 
     def _score(self, batch: Batch, data: Data, outputs: Outputs) -> torch.Tensor | Scores:
         self.sharding.require(State.TRAIN, State.FORWARD)

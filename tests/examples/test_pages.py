@@ -69,7 +69,16 @@ def check_page(output: str) -> None:
 
 @pytest.mark.slow
 def test_rewards_of_the_page_grow(engines: Ranks) -> None:
-    check_page("".join(engines.launch(run_page, 2)))
+    first, second = engines.launch(run_page, 2)
+    check_page(first + second)
+    phases = re.findall(r"^(building .*|.*built|model ready|closing .*)", first, re.MULTILINE)
+    assert phases == [
+        "building the engines on 2 ranks ...",
+        "model ready",
+        "vLLM TP=2 DP=1 built",
+        "closing the engines ...",
+    ]
+    assert "the engines" not in second
 
 
 @pytest.mark.long
@@ -102,3 +111,4 @@ def test_vllm_follows_the_trainer() -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
     assert "comes [6, 7, 8, 9, 10, 11]" in result.output
+    assert "trainer built in " in result.output

@@ -216,8 +216,9 @@ class ValueModel(AuxiliaryModel):
             )
         loads = load_weights and not worker.config.random_weights
         with worker.sharding.entered(State.IDLE):
-            with worker.job.agreement.building():
+            with worker.job.building("the critic"):
                 self._build(worker, critic.model, loads)
+                worker.job.built("critic built")
             super().__init__(
                 "critic",
                 worker,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,20 @@ def test_a_job_joins_an_existing_process_group(job: None) -> None:
     assert dist.is_initialized()
     with refused(StateError, "agreement-is-closed"):
         joined.agreement.conclude("phase")
+
+
+def test_what_is_built_is_printed_unless_warnings_are_left_out(
+    job: None, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for level, lines in (
+        (logging.WARNING, "building the critic on 1 rank ...\ncritic built in 0 s\n"),
+        (logging.ERROR, ""),
+    ):
+        caplog.set_level(level, "hybrid_engine")
+        joined = Job.join(30)
+        with joined.building("the critic"):
+            joined.built("critic built")
+        assert capsys.readouterr().out == lines
 
 
 def test_groups_end_with_their_owner(job: None) -> None:

@@ -148,7 +148,7 @@ def test_a_tracker_continues_the_run_of_a_directory(tmp_path: Path, wandb: mock.
     run = wandb.init.return_value
     assert run.log.call_args == mock.call({"reward": 0.5}, step=1)
     assert run.finish.call_count == 2
-    record("wandb", tmp_path, has_failed=True)
+    record("wandb", tmp_path, failure=ValueError)
     assert wandb.finish.call_args == mock.call(exit_code=1)
 
 

@@ -99,6 +99,8 @@ def test_a_run_and_its_continuation(file: Path) -> None:
     rows = read_lines(file.parent / "out" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert "step 1/3" not in outputs[1]
+    for line in ("building the engines", "DP=1 built in", "DP=2 built in", "closing the engines"):
+        assert outputs[0].count(line) == 1
     for row in rows:
         assert row["reward"] == pytest.approx(row["reward_twos"] + row["reward_short"], abs=1e-6)
     assert {"held_out_reward", "held_out_pass_1", "held_out_pass_2"} <= rows[1].keys()
