@@ -79,27 +79,30 @@ _DEVICE_MODULES = (
     else ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 )
 PRELOADED = [
-    *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", *_DEVICE_MODULES),
+    "pytest",
+    "torch.distributed",
+    "transformers",
+    "vllm.entrypoints.llm",
+    *_DEVICE_MODULES,
     # vLLM imports these with its first engine.
-    *("vllm.v1.engine.async_llm", "vllm.v1.core.sched.scheduler"),
-    *(
-        "vllm.entrypoints.anthropic.protocol",
-        "vllm.entrypoints.launchers.cli_args",
-        "compressed_tensors",
-        "peft",
-    ),
-    *(
-        "vllm.model_executor.layers.quantization.online.base",
-        "vllm.distributed.elastic_ep.elastic_execute",
-    ),
-    *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"),
-    *(
-        "megatron.core.models.gpt.gpt_layer_specs",
-        "megatron.core.optimizer",
-        "megatron.core.distributed",
-    ),
-    *("hybrid_engine.assembly", "hybrid_engine.serving.publisher", "hybrid_engine.trainer.batches"),
-    *("hybrid_engine.rl", "hybrid_engine.backends.huggingface.saving"),
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.entrypoints.anthropic.protocol",
+    "vllm.entrypoints.launchers.cli_args",
+    "compressed_tensors",
+    "peft",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "hybrid_engine.assembly",
+    "hybrid_engine.serving.publisher",
+    "hybrid_engine.trainer.batches",
+    "hybrid_engine.rl",
+    "hybrid_engine.backends.huggingface.saving",
     "tests.harness.frozen",
 ]
 # The server ignores missing modules: vLLM is absent in tests of other megatron-core versions.

@@ -45,33 +45,29 @@ def test_megatrons_own_defaults_are_accepted() -> None:
 
 OTHER_FIELDS = {
     # of the class for heterogeneous models
-    *(
-        "heterogeneous_block_specs",
-        "heterogeneous_layers_config_path",
-        "heterogeneous_layers_config_encoded_json",
-    ),
-    *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # The last is removed in 0.17.
+    "heterogeneous_block_specs",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "per_block_parameters",
+    "moe_use_legacy_grouped_gemm",  # Removed in 0.17.
     # added in 0.17 to 0.19
-    *(
-        "use_mup",
-        "mla_down_proj_fusion",
-        "mtp_use_repeated_layer",
-        "mtp_hybrid_override_pattern",
-        "fp4_param_gather",
-    ),
-    *(
-        "moe_router_force_biased",
-        "moe_single_grouped_bias",
-        "moe_single_grouped_weight",
-        "moe_mlp_glu_interleave_size",
-    ),
-    *(
-        "moe_shared_expert_glu_interleave_size",
-        "use_grouped_gemm_for_dense_mlp",
-        "use_grouped_gemm_for_shared_expert",
-    ),
-    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "optimizer_cuda_graph"),
-    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+    "use_mup",
+    "mla_down_proj_fusion",
+    "mtp_use_repeated_layer",
+    "mtp_hybrid_override_pattern",
+    "fp4_param_gather",
+    "moe_router_force_biased",
+    "moe_single_grouped_bias",
+    "moe_single_grouped_weight",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    "gtp_weight_remat_size",
+    "expert_gtp_weight_remat_size",
+    "optimizer_cuda_graph",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
     "use_layer_wise_distributed_optimizer",
 }
 

@@ -34,14 +34,14 @@ _CPP = ("-std=c++20", *_COMMON)
 _CACHE = Path(sys.prefix) / "software_gpu"
 _OPERATORS = "operators.cpp"
 _LOOKED_UP = (
-    *(
-        "cuStreamWriteValue32",
-        "cuMulticastAddDevice",
-        "cuMulticastBindMem",
-        "cuMulticastCreate",
-        "cuMulticastUnbind",
-    ),
-    *("cuMulticastGetGranularity", "cuGreenCtxCreate", "cuCtxFromGreenCtx"),
+    "cuStreamWriteValue32",
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMulticastCreate",
+    "cuMulticastUnbind",
+    "cuMulticastGetGranularity",
+    "cuGreenCtxCreate",
+    "cuCtxFromGreenCtx",
 )
 """Functions of the driver that torch looks up by name at its start instead of linking them."""
 
@@ -71,15 +71,13 @@ class Library:
 DRIVER = Library(
     "libcuda.so.1",
     (
-        *(
-            "accounts.cpp",
-            "checker.cpp",
-            "devices.cpp",
-            "memory.cpp",
-            "peers.cpp",
-            "streams.cpp",
-            "timeline.cpp",
-        ),
+        "accounts.cpp",
+        "checker.cpp",
+        "devices.cpp",
+        "memory.cpp",
+        "peers.cpp",
+        "streams.cpp",
+        "timeline.cpp",
         "virtual_memory.cpp",
     ),
     r"cu(Mem|Ctx|Device|Stream|Event|Graph|Func|Launch|Module|Library|Kernel|Tensor|Multicast|Pointer|Get|Init)\w*",
@@ -98,8 +96,13 @@ LIBRARIES = (
     Library(
         "libnccl.so.2",
         (
-            *("nccl.cpp", "nccl_calls.cpp", "nccl_collectives.cpp", "nccl_communicator.cpp"),
-            *("nccl_exchange.cpp", "nccl_groups.cpp", "nccl_reductions.cpp"),
+            "nccl.cpp",
+            "nccl_calls.cpp",
+            "nccl_collectives.cpp",
+            "nccl_communicator.cpp",
+            "nccl_exchange.cpp",
+            "nccl_groups.cpp",
+            "nccl_reductions.cpp",
         ),
         r"p?nccl[A-Z]\w*",
         3,

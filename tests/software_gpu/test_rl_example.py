@@ -16,21 +16,17 @@ EXAMPLE = REPO_ROOT / "examples" / "gpt_rl"
 NUM_PROBLEMS = {"train.jsonl": 256, "held_out.jsonl": 8}
 """Few problems, because Triton's interpreter draws few tokens per second."""
 SETTINGS = (
-    *("rl_config.iterations=2", "rl_config.warm_up.max_steps=3", "rl_config.warm_up.batch_size=8"),
-    *(
-        "rl_config.prompts_per_iteration=4",
-        "rl_config.samples_per_prompt=2",
-        "rl_config.minibatches=1",
-    ),
-    *(
-        "actor_config.micro_batch_size=4",
-        "generate_config.max_num_seqs=32",
-        "generate_config.enforce_eager=true",
-    ),
-    *(
-        "generate_config.vllm.attention_backend=TRITON_ATTN",
-        "generate_config.vllm.disable_custom_all_reduce=true",
-    ),
+    "rl_config.iterations=2",
+    "rl_config.warm_up.max_steps=3",
+    "rl_config.warm_up.batch_size=8",
+    "rl_config.prompts_per_iteration=4",
+    "rl_config.samples_per_prompt=2",
+    "rl_config.minibatches=1",
+    "actor_config.micro_batch_size=4",
+    "generate_config.max_num_seqs=32",
+    "generate_config.enforce_eager=true",
+    "generate_config.vllm.attention_backend=TRITON_ATTN",
+    "generate_config.vllm.disable_custom_all_reduce=true",
 )
 MAX_LOG_PROB_DIFFERENCE = 1e-4  # In float32.
 

@@ -27,12 +27,12 @@ from tests.walk.interruptions import Cancelled, Interruption, Points
 from tests.walk.oracle import Kept, Shadow, Subject, differences
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
-    *(KeyboardInterrupt, lambda: SystemExit(143), lambda: Cancelled("by ray")),
-    *(
-        lambda: MemoryError("injected"),
-        lambda: OSError(28, "injected"),
-        lambda: RuntimeError("injected"),
-    ),
+    KeyboardInterrupt,
+    lambda: SystemExit(143),
+    lambda: Cancelled("by ray"),
+    lambda: MemoryError("injected"),
+    lambda: OSError(28, "injected"),
+    lambda: RuntimeError("injected"),
 )
 # Consecutive refused visits without a fault after which the engine counts as stuck.
 MAX_REFUSED = 6
@@ -191,7 +191,7 @@ KINDS = {State.TRAIN: ("param", "optimizer"), State.FORWARD: ("param",)}
 TOUR = [
     State(name)
     for name in ("infer", "train", "forward", "infer", "idle", "infer", "forward", "train")
-] + [*(State.IDLE, State.FORWARD, State.IDLE, State.TRAIN)]
+] + [State.IDLE, State.FORWARD, State.IDLE, State.TRAIN]
 OTHER_STATES = (State.INFER, State.FORWARD, State.IDLE)
 
 

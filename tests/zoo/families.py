@@ -21,30 +21,37 @@ from tests.zoo import published_configs as published
 # Megatron must pad 130 tokens to any multiple. head_dim differs from hidden_size /
 # num_attention_heads.
 SIZES: Values = {
-    **{"vocab_size": 130, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    },
-    **{"bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 130,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 SERVED_SIZES: Values = {
     **SIZES,
-    **{"hidden_size": 64, "intermediate_size": 96},
+    "hidden_size": 64,
+    "intermediate_size": 96,
     "head_dim": 32,  # The minimum of vLLM's attention on CPU.
-    **{"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000.0},
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
 YARN: Values = {
-    **{
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9},
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
 }
 
 # With the published values soft caps and windows would have no effect in tiny models.
@@ -53,38 +60,40 @@ _SERVED_GEMMA: Values = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 _EXPERTS: Values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Latent attention: a query has 8 rotary and 6 other elements, a value has 10.
 _LATENT: Values = {
-    **{
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 12,
-        "num_hidden_layers": 3,
-        "n_routed_experts": 8,
-    },
-    **{
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 20,
-    },
-    **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10},
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
     "routed_scaling_factor": 1.7,
 }
 _SERVED_LATENT: Values = {
-    **{
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 304,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-    },
-    **{
-        "v_head_dim": 32,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 304,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
 }
 _GPT2: Values = {
-    **{"vocab_size": 130, "n_embd": 32, "n_inner": 40, "n_layer": 2, "n_head": 4},
-    **{"n_positions": 64, "n_ctx": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 130,
+    "n_embd": 32,
+    "n_inner": 40,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 

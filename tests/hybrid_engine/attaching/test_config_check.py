@@ -47,11 +47,9 @@ def keys_of_mismatches(
     """Return the keys of mismatches of model `hf` with its Megatron configuration, with changes."""
     table = table_for(hf)
     described = {
-        **{
-            "rotary_base": table.gpt.get("rotary_base"),
-            "mtp_num_layers": table.dims.num_mtp_layers,
-        },
-        **{"untie_embeddings_and_output_weights": not table.dims.tied_embeddings},
+        "rotary_base": table.gpt.get("rotary_base"),
+        "mtp_num_layers": table.dims.num_mtp_layers,
+        "untie_embeddings_and_output_weights": not table.dims.tied_embeddings,
     }
     violations = model_mismatches(
         table,
@@ -76,11 +74,13 @@ FACTOR_40 = {
     "beta_slow": 1,
 }
 V2_LITE = {
-    **{**DEEPSEEK_V2_LITE, **FEW},
+    **DEEPSEEK_V2_LITE,
+    **FEW,
     "rope_scaling": {**FACTOR_40, "beta_fast": 32, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
 V3 = {
-    **{**DEEPSEEK_V3, **FEW},
+    **DEEPSEEK_V3,
+    **FEW,
     "rope_scaling": {**FACTOR_40, "beta_fast": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 MODELS = {
@@ -183,31 +183,26 @@ def test_unsupported_rotary_scaling_is_refused(rope: dict[str, Any]) -> None:
 
 
 MOONLIGHT = {
-    **{
-        **DEEPSEEK_V3,
-        **FEW,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
-    **{
-        "q_lora_rank": None,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_theta": 50000.0,
-        "num_nextn_predict_layers": 0,
-    },
+    **DEEPSEEK_V3,
+    **FEW,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_theta": 50000.0,
+    "num_nextn_predict_layers": 0,
 }
 KIMI_K2 = {
-    **{
-        **DEEPSEEK_V3,
-        **FEW,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    **{"rope_theta": 50000.0, "num_nextn_predict_layers": 0},
+    **DEEPSEEK_V3,
+    **FEW,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_theta": 50000.0,
+    "num_nextn_predict_layers": 0,
     "rope_scaling": {
         **FACTOR_40,
         "factor": 32,

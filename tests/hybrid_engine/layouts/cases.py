@@ -29,40 +29,49 @@ from hybrid_engine.records.regions import Shape, StridedView, contiguous_strides
 # 12 heads of 2 elements divide by 1, 2, 3, 4, 6 and 12 ranks. vLLM pads 150 tokens to 192, Megatron
 # does not.
 DENSE: dict[str, Any] = {
-    **{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 3, "intermediate_size": 12},
-    **{"num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 2},
-    **{"vocab_size": 150, "tie_word_embeddings": False},
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 3,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 2,
+    "vocab_size": 150,
+    "tie_word_embeddings": False,
 }
 EXPERTS = {
     **DENSE,
-    **{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 12, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
 }
 LATENT = {
     **DENSE,
-    **{"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 12, "kv_lora_rank": 10},
-    **{"qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "hidden_size": 12},
-    **{
-        "moe_intermediate_size": 12,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "n_routed_experts": 4,
-    },
-    **{
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "num_nextn_predict_layers": 1,
-        "vocab_size": 140,
-    },
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 1,
+    "hidden_size": 12,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 140,
 }
 GPT2: dict[str, Any] = {
-    **{
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 12,
-        "n_head": 12,
-        "n_layer": 4,
-        "n_positions": 5,
-    },
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 12,
+    "n_head": 12,
+    "n_layer": 4,
+    "n_positions": 5,
     "vocab_size": 150,
 }
 
@@ -132,17 +141,13 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 SPLIT = (
-    *(
-        "pipeline",
-        "virtual_pipeline",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    ),
-    *(
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "noop_layers",
-    ),
+    "pipeline",
+    "virtual_pipeline",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "noop_layers",
 )
 """Sizes that assign layers to stages, without a layout of every stage."""
 

@@ -24,14 +24,14 @@ from tests.hybrid_engine.rl.test_prompt_source import Stream
 
 MODEL = REPO_ROOT / "examples" / "gpt_rl" / "model"
 SETTINGS: dict[str, Any] = {
-    **{
-        "steps": 4,
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
-        "save_every": 2,
-        "export_every": 2,
-    },
-    **{"evaluate_every": 1, "keep_best": "accuracy", "log_completions_every": 1},
+    "steps": 4,
+    "prompts_per_step": 2,
+    "samples_per_prompt": 2,
+    "save_every": 2,
+    "export_every": 2,
+    "evaluate_every": 1,
+    "keep_best": "accuracy",
+    "log_completions_every": 1,
 }
 OF_ATTEMPTS = {"lock", "tracker-run", "first-checkpoint", "metrics.1.jsonl", "metrics.2.jsonl"}
 """Files that name a process, or a run that was disturbed."""

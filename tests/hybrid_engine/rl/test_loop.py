@@ -28,27 +28,21 @@ pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = [{"prompt": [first, 3, 4], "wanted": first % 2} for first in range(5, 11)]
 CONFIG: Values = {
-    **{
-        "steps": 3,
-        "prompts_per_step": 4,
-        "samples_per_prompt": 4,
-        "max_tokens": 6,
-        "temperature": 0.8,
-    },
-    **{
-        "epochs": 2,
-        "minibatches": 2,
-        "learning_rate": 1e-2,
-        "schedule": "cosine",
-        "warmup_steps": 1,
-    },
-    **{
-        "kl_coefficient": 0.01,
-        "importance_cap": 2.0,
-        "clip_ratio_high": 0.3,
-        "evaluate_every": 2,
-        "save_every": 2,
-    },
+    "steps": 3,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+    "max_tokens": 6,
+    "temperature": 0.8,
+    "epochs": 2,
+    "minibatches": 2,
+    "learning_rate": 1e-2,
+    "schedule": "cosine",
+    "warmup_steps": 1,
+    "kl_coefficient": 0.01,
+    "importance_cap": 2.0,
+    "clip_ratio_high": 0.3,
+    "evaluate_every": 2,
+    "save_every": 2,
 }
 CONFIG_OF_TURNS = {**CONFIG, "max_tokens_per_turn": 2}
 CONFIG_OF_PPO = {

@@ -46,19 +46,20 @@ TOLERANCE = 1e-4
 MIN_DISTINCT = 6
 """Length from which a span of tokens fits only its own version."""
 FORBIDDEN_REQUESTS = (
-    *(("POST", "pause"), ("POST", "resume"), ("POST", "sleep?level=0"), ("POST", "abort_requests")),
-    *(
-        ("POST", "start_weight_update"),
-        ("POST", "update_weights"),
-        ("POST", "finish_weight_update"),
-    ),
-    *(("POST", "reset_prefix_cache"), ("POST", "reset_mm_cache"), ("POST", "collective_rpc")),
-    *(
-        ("POST", "v1/load_lora_adapter"),
-        ("GET", "server_info"),
-        ("DELETE", "health"),
-        ("POST", "no/such/route"),
-    ),
+    ("POST", "pause"),
+    ("POST", "resume"),
+    ("POST", "sleep?level=0"),
+    ("POST", "abort_requests"),
+    ("POST", "start_weight_update"),
+    ("POST", "update_weights"),
+    ("POST", "finish_weight_update"),
+    ("POST", "reset_prefix_cache"),
+    ("POST", "reset_mm_cache"),
+    ("POST", "collective_rpc"),
+    ("POST", "v1/load_lora_adapter"),
+    ("GET", "server_info"),
+    ("DELETE", "health"),
+    ("POST", "no/such/route"),
 )
 """Requests that a client without the token must not send."""
 FORBIDDEN_METHODS = (

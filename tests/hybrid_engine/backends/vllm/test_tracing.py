@@ -118,8 +118,12 @@ def _clone_of_a_permuted_view(model: Model, weights: TensorDict) -> None:
 @pytest.mark.parametrize(
     "load",
     [
-        *(_stack, _transposed_halves, _written_twice),
-        *(_contiguous, _reshaped, _clone_of_a_permuted_view),
+        _stack,
+        _transposed_halves,
+        _written_twice,
+        _contiguous,
+        _reshaped,
+        _clone_of_a_permuted_view,
     ],
 )
 def test_records_equal_the_loader(load: Load, tp_rank: int) -> None:
@@ -175,8 +179,13 @@ def _changed_clone(model: Model, weights: TensorDict) -> None:
 @pytest.mark.parametrize(
     "load",
     [
-        *(_cast, _joined, _changed_in_place, _through_a_real_temporary, _scalar),
-        *(_zeroed_afterwards, _changed_clone),
+        _cast,
+        _joined,
+        _changed_in_place,
+        _through_a_real_temporary,
+        _scalar,
+        _zeroed_afterwards,
+        _changed_clone,
     ],
 )
 def test_computed_weights_are_written_by_the_loader_at_every_reshard(

@@ -255,8 +255,11 @@ def test_the_printed_configuration_has_lengths_batch_and_optimizer(tmp_path: Pat
     trained = config["actor_config"]
     assert (trained["seq_length"], trained["micro_batch_size"]) == (4096, 4)
     assert trained["optimizer"] == {
-        **{"lr": 1e-5, "weight_decay": 0.1, "clip_grad": 0.5},
-        **{"adam_beta1": 0.9, "adam_beta2": 0.98},
+        "lr": 1e-5,
+        "weight_decay": 0.1,
+        "clip_grad": 0.5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.98,
     }
     assert config["generate_config"]["max_model_len"] == 4096
     assert "micro batches of 4 sequences of 4096 tokens" in result.stdout.replace("\n", " ")
