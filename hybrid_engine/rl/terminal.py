@@ -3,8 +3,8 @@
       step  reward  length  logp diff  switch s  seconds     left
       3/20  0.0469    30.6    2.1e-06     1.230     74.2  0:20:58
 
-The bar is below the lines, if stdout is a terminal. Elsewhere lines say until the first step what
-the run does.
+The bar is below the lines, if stdout is a terminal. Elsewhere lines say what the run does, until
+the row of a step that is done shows how far it is; that of an evaluation before step 1 does not.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ class Terminal:
     def begins(self, what: str, done: int = 0, total: int | None = None) -> None:
         """Show on the bar what the run does, of which `done` of `total` parts are complete."""
         self._bar.update(self._task, description=what, completed=done, total=total)
-        if not self._console.is_terminal and time.monotonic() >= self._next_line:
+        if not (
+            self._console.is_terminal
+            or (done and self._has_rows)
+            or time.monotonic() < self._next_line
+        ):
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             self.print(f"{what} ...")
 
@@ -107,8 +111,6 @@ class Terminal:
         if not self._has_rows:
             self.print("  ".join(f"{column.heading:>{column.width}}" for column in self._columns))
         self._has_rows = True
-        # From here on rows show how far the run is.
-        self._next_line = float("inf")
         self.print("  ".join(column.text(row) for column in self._columns) + more)
 
 
