@@ -4,8 +4,9 @@
     python docs/make_console.py --record    # also blocks under a line "Recorded on ...:"
 
 A block has commands after `$ `, and what they print, errors included. Commands run in a folder with
-the checkout's files, in order, offline; Hub ids are found in a cache with config.json files of
-tests/zoo. Those that take minutes are recorded, and their line gets date and machine.
+the checkout's files and the programs of the README, in order, offline; Hub ids are found in a cache
+with config.json files of tests/zoo, and with what is in the user's. Those that take minutes are
+recorded, and their line gets date and machine.
 
 Run `make docs` after a change of what a command prints; a test compares.
 """
@@ -25,12 +26,15 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from tests.zoo.published_configs import LLAMA_3_70B, QWEN3_8B, QWEN3_30B_A3B
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(^Recorded on [^\n]*:\n\n)?^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*<<'END'\n(?s:.*?)\nEND|(?:.*\\\n)*.*)\n", re.MULTILINE)
+PROGRAM = re.compile(r"^```python\n(# (\w+\.py), .*?)^```", re.MULTILINE | re.DOTALL)
 HUB = {
     "meta-llama/Meta-Llama-3-70B": LLAMA_3_70B,
     "Qwen/Qwen3-8B": QWEN3_8B,
@@ -88,6 +92,11 @@ def _environment() -> Iterator[dict[str, str]]:
             snapshot.write_text(json.dumps(config))
             (repository / "refs").mkdir()
             (repository / "refs" / "main").write_text("0")
+        for repository in Path(HF_HUB_CACHE).glob("models--*"):
+            if repository.name not in os.listdir(home / "hub"):
+                (home / "hub" / repository.name).symlink_to(repository)
+        for program, name in PROGRAM.findall((ROOT / "README.md").read_text()):
+            (home / name).write_text(program)
         yield {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),

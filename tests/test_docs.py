@@ -237,7 +237,7 @@ def test_the_programs_of_the_readme_are_valid(monkeypatch: pytest.MonkeyPatch) -
         == "float32"
     )
     assert config.prompts_per_step <= len(prompts)
-    completion = type("Completion", (), {"text": "It is 7."})
+    completion = type("Completion", (), {"text": "1 + 2 = 3."})
     assert [reward(prompt, completion) for prompt in prompts[:2]] == [1.0, 0.0]
 
 
