@@ -35,7 +35,7 @@ from hybrid_engine.errors import (
 from hybrid_engine.models.derived import meta_copy_of
 from hybrid_engine.ranks.torch_internals import Tensors
 
-TESTED_TORCH = Version("2.13.0")
+TESTED_TORCH = Version("2.11.0")
 
 _OTHER_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 _READABLE_PLACEMENTS = (Shard, Replicate, StridedShard)

@@ -47,10 +47,10 @@ from tests.zoo.families import SERVED_VARIANTS, read_config, served_config, writ
 
 
 def test_a_torch_older_than_tested_is_refused() -> None:
-    for version in ("2.6.0", "2.12.9+cu128"):
-        with refused(DependencyError, "torch-too-old", version, "2.13.0"):
+    for version in ("2.6.0", "2.10.9+cu128"):
+        with refused(DependencyError, "torch-too-old", version, "2.11.0"):
             require_torch(version)
-    for version in ("2.13.0+cpu", "2.13.0a0+gitdeadbee", "2.14.0.dev20261120+cu130"):
+    for version in ("2.11.0+cpu", "2.11.0a0+gitdeadbee", "2.14.0.dev20261120+cu130"):
         require_torch(version)
 
 
