@@ -1,9 +1,9 @@
 """Our classes instead of verl's manager, actors and worker; without verl, error messages.
 
-Packages: `pip install --no-deps verl==0.9.1`, tensordict 0.10, pyvers, orjson, hydra-core,
-omegaconf, antlr4-python3-runtime, codetiming, torchdata, datasets, pandas, pyarrow and transformers
-5.19, which is newer than verl allows. With Megatron: megatron-core 0.16.1 and mbridge 0.15.1, or
-`pip install --no-deps megatron-bridge==0.3.1 six`.
+Packages: `pip install --no-deps verl==0.9.1`, TransferQueue, pylatexenc, tensordict 0.10, pyvers,
+orjson, hydra-core, omegaconf, antlr4-python3-runtime 4.9.3, codetiming, torchdata, datasets,
+pandas, pyarrow and transformers 5.19, which is newer than verl allows. With Megatron: megatron-core
+0.16.1 and mbridge 0.15.1, or `pip install --no-deps megatron-bridge==0.3.1 six`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def environment(stand_ins: str) -> dict[str, str]:
     """Return the environment of a program that runs verl on this machine."""
     paths = [str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        **{**os.environ, **ENVIRONMENT, "RAY_memory_monitor_refresh_ms": "0"},
+        **os.environ,
+        **ENVIRONMENT,
+        "RAY_memory_monitor_refresh_ms": "0",
         "PYTHONPATH": os.pathsep.join(paths),
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": stand_ins,
@@ -230,11 +232,7 @@ def test_verls_trainer_learns_with_its_own_server(tmp_path: Path) -> None:
             "verl.trainer.main_ppo",
             *(f"{key}={value}" for key, value in settings.items()),
         ],
-        env={
-            **environment("tests.hybrid_engine.integrations.verl_trainer_on_cpu"),
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_SERVER_DEV_MODE": "1",
-        },
+        env=environment("tests.hybrid_engine.integrations.verl_trainer_on_cpu"),
         cwd=tmp_path,
         timeout=550,
         stdout=subprocess.PIPE,

