@@ -183,8 +183,7 @@ def sharded_side(
         key = (place.view, shape, is_whole)
         if key not in boxes_of:
             if is_whole:
-                whole = LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
-                parts = iter([(whole, everyone)])
+                parts = iter([(LocalBox.whole(shape), everyone)])
             else:
                 parts = _parts_with(place.view, shape, ranks_of)
             boxes_of[key] = tuple(_placed(place.view, shape, parts))

@@ -147,6 +147,11 @@ class LocalBox:
     start: int
     strides: Strides
 
+    @classmethod
+    def whole(cls, shape: Shape) -> LocalBox:
+        """Return the box that is all of a tensor, contiguous from the start of the memory."""
+        return cls((0,) * len(shape), shape, 0, contiguous_strides(shape))
+
     def position_of(self, index: Offsets) -> int:
         """Return the position in the memory of an element of the tensor in this box."""
         steps = zip(index, self.offsets, self.strides, strict=True)

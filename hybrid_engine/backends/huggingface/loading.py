@@ -32,8 +32,8 @@ from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.background import call_in_rounds
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Shard
+from hybrid_engine.records.regions import LocalBox
 from hybrid_engine.records.sides import Side
 from hybrid_engine.transports.copies import FlatBuffers
 from hybrid_engine.transports.runs import strided
@@ -269,8 +269,7 @@ def layout_of(
         canonical = copies.get(name, name)
         buffer = BufferId(ranks[name], name)
         buffers[buffer] = Buffer(math.prod(tensor.shape), tensor.dtype, group=canonical)
-        region = Region(canonical, (0,) * len(tensor.shape), tensor.shape)
-        shards.append(Shard(region, Place(buffer, 0, contiguous_strides(tensor.shape))))
+        shards.append(Shard.of(canonical, LocalBox.whole(tensor.shape), buffer))
         if name not in copies:
             shapes[name] = tensor.shape
     return Layout(shapes, buffers, tuple(shards))

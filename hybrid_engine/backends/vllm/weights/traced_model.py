@@ -31,13 +31,13 @@ from hybrid_engine.backends.vllm.weights.tracing import (
     trace_loader,
 )
 from hybrid_engine.errors import ParameterMismatchError, first_of
-from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Shard
 from hybrid_engine.records.regions import (
+    LocalBox,
     Region,
     Shapes,
     StridedView,
     boxes_of_copy,
-    contiguous_strides,
     subtract_all,
     union,
 )
@@ -444,8 +444,7 @@ def build_layout(
         buffer_id = BufferId(rank, STAGED + name)
         buffers[buffer_id] = Buffer(numel, _name_of(dtypes[name]), group_of[STAGED + name])
         if numel:
-            region = Region(name, (0,) * len(shape), shape)
-            shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
+            shards.append(Shard.of(name, LocalBox.whole(shape), buffer_id))
     if findings:
         raise ParameterMismatchError(findings)
     return Layout(dict(tensors), buffers, tuple(shards))
