@@ -20,9 +20,9 @@ import torch
 
 from hybrid_engine.compute_check.logprob_check import ConfigModel
 from hybrid_engine.compute_check.probes import Probed
-from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config import ActorConfig, HybridConfig, load_config
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.config.rules import given
+from hybrid_engine.config.rules import given, without_peft_form
 from hybrid_engine.errors import (
     ConfigError,
     ParameterMismatchError,
@@ -370,10 +370,10 @@ def inference_settings(
     )
 
 
-def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
-    """Return the adapters of `actor_config.lora`, if they are delivered separately; else None."""
-    lora = config.actor_config.lora
-    if config.generate_config.lora_delivery != "adapter" or lora is None:
+def megatron_lora(config: ActorConfig, table: ModelTable) -> ActorLora | None:
+    """Return the adapters that Megatron trains, if there are any and all have PEFT's form."""
+    lora = config.lora
+    if lora is None or config.fsdp or without_peft_form(table, lora):
         return None
     shapes = adapter_shapes(table, lora.target_modules, lora.rank)
     return ActorLora(LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes)), shapes)

@@ -13,10 +13,11 @@ from weakref import WeakSet
 
 import torch
 
-from hybrid_engine.assembly import checked_config, inference_side
+from hybrid_engine.assembly import checked_config, inference_side, megatron_lora
 from hybrid_engine.compute_check.probes import WithAttention
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig
 from hybrid_engine.config.loading import generate_values, read_train_config
+from hybrid_engine.config.rules import without_peft_form
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.files.durable import naming
 from hybrid_engine.layouts.parallelism import sizes_text
@@ -406,20 +407,37 @@ class HybridEngine:
 
     @property
     def has_adapters(self) -> bool:
-        """True if the trainer's model has active adapters of PEFT."""
-        return bool(getattr(self.train.weights, "scalings", None))
+        """True if the trainer's model has active adapters, in a form of PEFT's."""
+        has_scalings = bool(getattr(self.train.weights, "scalings", None))
+        return has_scalings or megatron_lora(self.config.actor_config, self.table) is not None
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write PEFT's adapters as its `save_pretrained` does. In `train_context`.
+        """Write adapters as PEFT's `save_pretrained` does. In `train_context`.
 
-        Raises StateError for a model without them, FileError if a file cannot be written.
+        Megatron's are written from any layout; the directory is replaced, like a checkpoint.
+
+        Raises StateError for a model without them, ConfigError if `path` has other files, FileError
+        if a file cannot be written.
         """
         self.sharding.require(State.TRAIN)
         if not self.has_adapters:
-            raise StateError("the model has no adapters of PEFT to save", code="no-adapters")
-        train: Any = self.train
-        with self.job.agreement.phase("writing the adapters"), naming("writing", path):
-            train.weights.save_adapters(path, writes=self.rank == 0)
+            targets = without_peft_form(self.table, self.config.actor_config.lora)
+            raise StateError(
+                "the model has no adapters in PEFT's form (in experts, or on transposed weights: "
+                f"{', '.join(targets) or 'none'}); save_hf_checkpoint writes them merged",
+                code="no-adapters",
+            )
+        weights: Any = self.train.weights
+        lora = megatron_lora(self.config.actor_config, self.table)
+        if lora is None:
+            with self.job.agreement.phase("writing the adapters"), naming("writing", path):
+                weights.save_adapters(path, writes=self.rank == 0)
+        else:
+            from hybrid_engine.backends.huggingface import save_hf_checkpoint
+
+            save_hf_checkpoint(
+                path, weights.separate, self.table, self.job, self.config.model, lora=lora
+            )
 
     def resident_nbytes(self) -> dict[str, int]:
         """Return bytes of weights and training state on this rank's device now, by model.

@@ -11,10 +11,15 @@ from itertools import product
 from typing import Any, Final
 
 from hybrid_engine.config.keys import TRAINED_DRAFT, FromProgram, GenerateConfig
-from hybrid_engine.config.rules import Constraint, JobContext, given, size_constraints
+from hybrid_engine.config.rules import (
+    Constraint,
+    JobContext,
+    given,
+    size_constraints,
+    without_peft_form,
+)
 from hybrid_engine.errors import Violation, Violations, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
-from hybrid_engine.layouts.parameters import linear_modules, parameters_of
 from hybrid_engine.layouts.size_rules import INFER_RULES
 from hybrid_engine.models.block_quantization import BLOCK_METHODS
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS
@@ -75,15 +80,6 @@ def _obstacles_to_exact_check(context: JobContext) -> list[str]:
         "vLLM's weights are quantised": generate.quantization not in (None, UNQUANTISED),
     }
     return given(reasons)
-
-
-def _adapters_in_experts(context: JobContext) -> Iterator[str]:
-    if context.adapter is None:
-        return
-    modules = linear_modules(context.table)
-    in_experts = [target for target in context.adapter.target_modules if modules.get(target)]
-    if in_experts:
-        yield f"{', '.join(in_experts)} are parts of experts"
 
 
 # -- vLLM's arguments ------------------------------------------------------------------------------
@@ -444,18 +440,10 @@ INFERENCE: list[Constraint[JobContext]] = [
     ),
     Constraint(
         "generate_config.lora_delivery",
-        "lora_delivery adapter needs target_modules outside experts; merge takes all.",
-        _adapters_in_experts,
-        code="adapters-in-experts",
-    ),
-    Constraint(
-        "generate_config.lora_delivery",
-        "lora_delivery adapter needs a checkpoint without transposed weights; merge takes all.",
-        lambda context: (
-            context.adapter is not None
-            and any(parameter.packing.transposed for parameter in parameters_of(context.table))
-        ),
-        code="transposed-weights",
+        "lora_delivery adapter needs target_modules outside experts, whose weights a checkpoint "
+        "does not store transposed; merge takes all.",
+        lambda context: without_peft_form(context.table, context.adapter),
+        code="no-peft-form",
     ),
     Constraint(
         "generate_config.vllm",

@@ -33,6 +33,7 @@ from hybrid_engine.config.keys import (
 )
 from hybrid_engine.errors import Violation, Violations, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
+from hybrid_engine.layouts.parameters import linear_modules
 from hybrid_engine.layouts.size_rules import SizeRule
 from hybrid_engine.layouts.stages import Chunk, chunks_of, split_violations
 from hybrid_engine.models.families import read_model, require_rules
@@ -190,6 +191,13 @@ class Constraint(Generic[Context]):
         words = dict.fromkeys(re.findall(r"\w+", self.rule))
         named = [word for word in words if word in context.named]
         return ", ".join(f"{word} {shortened(context.named[word])}" for word in named)
+
+
+def without_peft_form(table: ModelTable, lora: LoraConfig | None) -> list[str]:
+    """Return the target modules of Megatron whose adapters have no form of PEFT's."""
+    have_form = linear_modules(table)
+    targets = () if lora is None else lora.target_modules
+    return [target for target in targets if not have_form.get(target, True)]
 
 
 def given(reasons: Mapping[str, object]) -> list[str]:

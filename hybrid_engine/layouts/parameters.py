@@ -130,12 +130,16 @@ def _locations_of(rule: Rule) -> dict[Location, str]:
 
 
 def linear_modules(table: ModelTable) -> dict[str, bool]:
-    """Return Megatron's names of linear modules -> whether experts contain modules of this name."""
-    in_experts: dict[str, bool] = {}
-    for parameter in parameters_of(table):
+    """Return Megatron's names of linear modules -> whether adapters on them have PEFT's form.
+
+    They have none in experts, and on weights that a checkpoint stores transposed.
+    """
+    have_form: dict[str, bool] = {}
+    for parameter in parameters_of(table, most_experts=1):
         module, _, kind = parameter.name.rpartition(".")
         # Grouped experts have a number at the end of the name: weight0, weight1.
         if "linear_" in module and kind.startswith("weight"):
             name = module.rpartition(".")[2]
-            in_experts[name] = in_experts.get(name, False) or "{expert}" in parameter.name
-    return in_experts
+            is_plain = not (parameter.is_expert or parameter.packing.transposed)
+            have_form[name] = have_form.get(name, True) and is_plain
+    return have_form

@@ -8,6 +8,7 @@ row-parallel (dim 1)         sharded along its columns           replicated
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -42,6 +43,19 @@ class LoraSettings:
     def largest_rank(self) -> int:
         """Largest rank of any module."""
         return max([self.rank, *self.ranks.values()])
+
+    def in_peft(self) -> dict[str, Any]:
+        """Return the contents of PEFT's adapter_config.json, without the name of the model."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": list(self.target_modules),
+            # Matched as regular expressions of a name's end: a dot would match any character.
+            "rank_pattern": {re.escape(name): rank for name, rank in self.ranks.items()},
+            "alpha_pattern": {re.escape(name): alpha for name, alpha in self.alphas.items()},
+        }
 
 
 @dataclass(frozen=True)

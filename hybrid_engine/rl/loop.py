@@ -124,7 +124,7 @@ def train(
         prompts, reward, config, environment, loss, advantages, chat: as of `Loop`.
         out: directory, shared by all ranks, for metrics.jsonl, completions, TensorBoard's events
             (if it is installed), a checkpoint from which the same call resumes, and finally
-            `model`, a Hugging Face checkpoint, and `adapter`, if PEFT's adapters were trained.
+            `model`, a Hugging Face checkpoint, and `adapter`, of PEFT, if adapters were trained.
         evaluate, should_stop: as of `Loop.run`.
         on_step: called with the row of each step, on rank 0: it cannot use the worker, whose
             methods are collective.
@@ -214,6 +214,8 @@ def train(
                 model.save_hf_checkpoint(files.out / "model")
                 if model.has_adapters:
                     model.save_adapters(files.out / "adapter")
+                elif model.config.actor_config.lora is not None:
+                    record.say("no adapter, because it has no form of PEFT's; model has it merged")
         record.end(loop.done)
     return rows
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
+from hybrid_engine.assembly import megatron_lora
 from hybrid_engine.backends.huggingface import require_target
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import require_none
@@ -101,6 +102,8 @@ class RunRecord:
             free = config.changeable(changed)
             files.check(self._settings, defaults=defaults, free=free)
             require_target(files.out / "model", engines.table())
+            if megatron_lora(engines.actor_config, engines.table()) is not None:
+                require_target(files.out / "adapter", None)
             ends.enter_context(files.lock())
             if files.progress() is None:
                 forget_run(files.out)

@@ -1,4 +1,4 @@
-"""Save training shards as a Hugging Face checkpoint.
+"""Save training shards as a Hugging Face checkpoint, or adapters in PEFT's format.
 
     save_hf_checkpoint creates `<name>.incomplete`, in which all files are written
     write_files      round by round: each rank receives the tensors of one file, then writes it;
@@ -17,6 +17,7 @@ import fnmatch
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -68,6 +69,7 @@ from hybrid_engine.files.model_files import (
     indexed_files,
 )
 from hybrid_engine.files.reading import read_regular
+from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
@@ -83,8 +85,11 @@ from hybrid_engine.transports.runs import strided
 FILE_NBYTES = 5 * 10**9
 """Bytes of data per file of a saved checkpoint: the default of transformers."""
 
-_OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Names of weight files, also of a save with another number of files."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_FILES_OF_ADAPTERS = (_ADAPTER_CONFIG, "adapter_model.safetensors", CHECKSUMS, "README.md")
+"""Files of adapters, also of PEFT's `save_pretrained`."""
+_FILES_OF_MODELS = (*DATA, INDEX, SINGLE, "model-?????-of-?????.safetensors", CHECKSUMS)
+"""Patterns of a checkpoint's files, also of a save with another number of files."""
 
 
 def save_hf_checkpoint(
@@ -97,6 +102,7 @@ def save_hf_checkpoint(
     file_nbytes: int = FILE_NBYTES,
     *,
     check_nan: bool = True,
+    lora: ActorLora | None = None,
 ) -> None:
     """Write the training shards as a checkpoint that transformers and vLLM can load. Collective.
 
@@ -114,6 +120,8 @@ def save_hf_checkpoint(
         file_nbytes: maximum bytes of data in one file.
         check_nan: raise WeightError, before anything is written, if a value would be stored as NaN
             or infinity.
+        lora: adapters, which `weights` shows separately, to be written in place of the weights in
+            one file of PEFT's, with `model_dir` as the model that they adapt.
 
     Raises:
         ConfigError: the dtype is not supported, or the directory has weights of another model or
@@ -126,13 +134,20 @@ def save_hf_checkpoint(
         stored_dtype = _dtype_name(dtype)
         weights.prepare()
     source = gather_side(job, weights)
+    unread: Collection[str] = ()
+    files_of_save = "model{suffix}.safetensors"
+    if lora is not None:
+        unread = table.shapes
+        files_of_save = f"adapter_{files_of_save}"
+        file_nbytes = sys.maxsize
+        table = replace(table, shapes=lora.shapes, dtypes={}, copies={}, unserved=())
     with job.agreement.phase("planning the checkpoint"):
         tensors = _tensors_to_store(source.holdings.dtypes, table, stored_dtype)
         # As transformers would distribute them: a larger tensor is alone in its file.
         split = split_state_dict_into_shards_factory(
             dict(tensors),
             get_storage_size=lambda tensor: tensor.nbytes,
-            filename_pattern="model{suffix}.safetensors",
+            filename_pattern=files_of_save,
             max_shard_size=file_nbytes,
         )
         files = split.tensor_to_filename
@@ -142,7 +157,7 @@ def save_hf_checkpoint(
             for index, names in enumerate(by_file(stored).values())
             for name in names
         }
-        transfers = transfers_to_writers(source, stored, ranks, table.copies, job)
+        transfers = transfers_to_writers(source, stored, ranks, table.copies, job, unread)
         buffers = weights.buffers()
         # Checked in the stored dtype, in which a large value may become infinite.
         if check_nan:
@@ -156,7 +171,7 @@ def save_hf_checkpoint(
             naming("creating", new),
         ):
             if job.rank == 0:
-                require_target(directory, table)
+                require_target(directory, table if lora is None else None)
                 is_removable = True
                 # The remains of earlier saves.
                 recover_directory(directory)
@@ -171,7 +186,11 @@ def save_hf_checkpoint(
                 dtypes = Counter(tensor.dtype for tensor in stored.values())
                 ((usual_dtype, _),) = dtypes.most_common(1)
                 companions_dir = directory if model_dir is None else Path(model_dir)
-                _copy_companions(companions_dir, new, usual_dtype)
+                if lora is None:
+                    _copy_companions(companions_dir, new, usual_dtype)
+                else:
+                    config = {**lora.settings.in_peft(), "base_model_name_or_path": str(model_dir)}
+                    write_text(new / _ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
                 put_in_place(new, directory, stored, checksums)
     except BaseException as error:
         # Also after KeyboardInterrupt: the next save would remove it, but it takes disk space.
@@ -183,8 +202,10 @@ def save_hf_checkpoint(
         raise
 
 
-def require_target(path: str | Path, table: ModelTable) -> None:
+def require_target(path: str | Path, table: ModelTable | None) -> None:
     """Check that `save_hf_checkpoint` may replace a directory. Called on one rank.
+
+    `table`: of the model; None for a directory of adapters.
 
     Raises:
         ConfigError: the directory has weights of another model, or foreign files.
@@ -192,8 +213,9 @@ def require_target(path: str | Path, table: ModelTable) -> None:
     """
     directory = given_path(path, "path").resolve()
     with naming("looking into", directory):
-        require_none(_not_replaceable(directory))
-        if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        patterns = _FILES_OF_ADAPTERS if table is None else _FILES_OF_MODELS
+        require_none(_not_replaceable(directory, patterns))
+        if table is None or not any((directory / name).is_file() for name in (INDEX, SINGLE)):
             return
         # Weights of the same model may be replaced.
         try:
@@ -453,8 +475,11 @@ def incomplete(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.incomplete")
 
 
-def _not_replaceable(directory: Path) -> Violations:
-    """Yield why a save must not replace a directory, or the remains of a killed save."""
+def _not_replaceable(directory: Path, patterns: Sequence[str]) -> Violations:
+    """Yield why a save must not replace a directory, or the remains of a killed save.
+
+    `patterns`: of the names of its files.
+    """
     if Path.cwd().is_relative_to(directory) or directory.is_mount():
         yield Violation(
             "path",
@@ -464,32 +489,28 @@ def _not_replaceable(directory: Path) -> Violations:
             code="not-replaceable",
         )
     for place in (directory, incomplete(directory), replaced_path(directory)):
-        if place.exists() and (names := _foreign_names(place)):
+        if place.exists() and (names := _foreign_names(place, patterns)):
             yield Violation(
                 "path",
-                f"{place} has files that are not part of a model: {first_of(names, 5)}",
+                f"{place} has files that this save does not write: {first_of(names, 5)}",
                 "Save to another directory, or move these files away",
                 code="foreign-files",
             )
 
 
-def _foreign_names(directory: Path) -> list[str]:
-    """Return the sorted names of entries that a save of this package does not write."""
-    ours = {INDEX, CHECKSUMS, *(indexed_files(directory) or ())}
-    patterns = [*DATA]
+def _foreign_names(directory: Path, patterns: Sequence[str]) -> list[str]:
+    """Return the sorted names of entries that a save of files like `patterns` does not write."""
+    ours = {*(indexed_files(directory) or ())}
     if directory.suffix == ".incomplete":
-        patterns.append(CODE)
+        patterns = [*patterns, CODE]
     elif (directory / CHECKSUMS).is_file():
-        ours.update(read_checksums(directory, "Remove it"))
+        # Other code is a user's.
+        ours.update(fnmatch.filter(read_checksums(directory, "Remove it"), CODE))
     foreign = []
     for path in directory.iterdir():
         # A killed write of a file leaves it under this name.
         name = path.name.removesuffix(".incomplete")
-        is_ours = (
-            name in ours
-            or _OUR_FILES.fullmatch(name)
-            or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-        )
+        is_ours = name in ours or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
         if not (is_ours and path.is_file()):
             foreign.append(path.name)
     return sorted(foreign)

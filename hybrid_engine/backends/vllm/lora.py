@@ -15,8 +15,7 @@ Memory: a copy on the host while the LoRA is known; vLLM's slots on the device, 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,8 @@ from hybrid_engine.errors import (
 from hybrid_engine.memory.pool import Memories
 from hybrid_engine.models.lora_tensors import ActorLora, LoraSettings, module_of
 from hybrid_engine.ranks.torch_internals import TensorDict, Tensors
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Shard
+from hybrid_engine.records.regions import LocalBox
 
 GROUP = "lora"
 """Commit group of all tensors of the actor's LoRA."""
@@ -115,16 +114,7 @@ class DeliveredLoras:
         """Return the LoRA as vLLM's `LoRAModel`; vLLM's worker calls this."""
         lora = self._get(request.lora_name)
         manager = self._manager
-        settings = lora.settings
-        peft = internals.PEFT_HELPER(
-            {
-                "r": settings.rank,
-                "lora_alpha": settings.alpha,
-                "target_modules": list(settings.target_modules),
-                "rank_pattern": _as_patterns(settings.ranks),
-                "alpha_pattern": _as_patterns(settings.alphas),
-            }
-        )
+        peft = internals.PEFT_HELPER(lora.settings.in_peft())
         peft.validate_legal(manager.lora_config)
         mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
         return internals.LORA_MODEL(
@@ -190,12 +180,6 @@ class DeliveredLoras:
         return "" if other in tensors else f"{other} is missing"
 
 
-def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:
-    """Escape module names: vLLM, like PEFT, matches them as regular expressions of a name's end."""
-    # A dot in a name would match any character otherwise.
-    return {re.escape(module): value for module, value in by_module.items()}
-
-
 class WeightsWithLora:
     """vLLM's weights and the actor's LoRA together (port `InferenceWeights`).
 
@@ -222,8 +206,7 @@ class WeightsWithLora:
         for name, shape in shapes.items():
             buffer_id = BufferId(self._weights.rank, name)
             buffers[buffer_id] = Buffer(math.prod(shape), self._dtype, GROUP)
-            region = Region(name, (0,) * len(shape), shape)
-            shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
+            shards.append(Shard.of(name, LocalBox.whole(shape), buffer_id))
         return Layout.merge([self._weights.layout(), Layout(shapes, buffers, tuple(shards))])
 
     def allocate(self, groups: Sequence[str]) -> Tensors:

@@ -60,6 +60,7 @@ def build_actor(
     # before the callback: `owner` must not end groups that it did not create
     build.require_no_groups()
     actor_config = config.actor_config
+    is_separate = config.generate_config.lora_delivery == "adapter"
     hf_config = config.hf_config()
     owner.callback(build.destroy_parallel_state)
     build.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
@@ -71,7 +72,7 @@ def build_actor(
         actor,
         table,
         actor_config.micro_batch_size,
-        separate_lora=config.generate_config.lora_delivery == "adapter",
+        separate_lora=is_separate,
         seq_length=actor_config.seq_length,
         conclude=job.agreement.conclude,
     )
@@ -90,7 +91,7 @@ def build_actor(
         engine,
         TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
         frozen_copy,
-        megatron_lora(config, table),
+        megatron_lora(actor_config, table) if is_separate else None,
     )
 
 

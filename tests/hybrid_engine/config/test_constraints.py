@@ -348,17 +348,14 @@ GENERATE_BREAKS = (
         generate=ADAPTER,
         valid={"actor": {"lora": {"rank": 512}}},
     ),
-    Break(
-        "lora_delivery adapter needs target_modules",
-        actor={"lora": {}},
-        generate=ADAPTER,
-        model=EXPERTS,
-    ),
-    Break(
-        "lora_delivery adapter needs a checkpoint",
-        actor={"lora": {}, "seq_length": 64},
-        generate=ADAPTER,
-        model=SMALL_GPT2,
+    *(
+        Break(
+            "lora_delivery adapter needs target_modules",
+            actor={"lora": {}, "seq_length": 64},
+            generate=ADAPTER,
+            model=model,
+        )
+        for model in (EXPERTS, SMALL_GPT2)
     ),
     *(
         Break(rule, generate={"vllm": {name: value}}, key=f"{GENERATE}vllm.{key or name}")

@@ -11,8 +11,10 @@ import pytest
 
 from hybrid_engine.errors import UnknownModelError
 from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.parameters import linear_modules
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.models.lora_tensors import LoraSettings, adapted_modules, adapter_shapes
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import VALUE_HEAD, RotaryScaling, value_table
 from tests.harness.errors import refused
@@ -20,7 +22,7 @@ from tests.harness.launch import REPO_ROOT
 from tests.harness.values import Values
 from tests.zoo import published_configs
 from tests.zoo.families import FAMILIES, SIZES, YARN, read_config, tiny_config
-from tests.zoo.tiny_models import read_canonical, save_model
+from tests.zoo.tiny_models import build_hf_model, read_canonical, save_model
 
 LLAMA3 = {**published_configs.LLAMA_3_8B["rope_scaling"], "original_max_position_embeddings": 16}
 TIED = {"tie_word_embeddings": True}
@@ -55,6 +57,19 @@ VARIANTS: dict[str, list[Values]] = {
     "deepseek_v3": [{"mtp_layers": 2}],
 }
 MODELS = [(family, changes) for family in FAMILIES for changes in ({}, *VARIANTS.get(family, ()))]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2"}))
+def test_adapters_have_the_names_and_shapes_of_peft(family: str) -> None:
+    """Adapters on GPT-2's weights, which are transposed, have no form of PEFT's."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    table = table_for(tiny_config(family))
+    targets = [name for name, has_form in linear_modules(table).items() if has_form]
+    shapes = adapter_shapes(table, targets, 4)
+    settings = LoraSettings(4, 8.0, adapted_modules(shapes)).in_peft()
+    model = peft.get_peft_model(build_hf_model(family), peft.LoraConfig(**settings))
+    adapters = peft.get_peft_model_state_dict(model)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in adapters.items()}
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)

@@ -42,12 +42,12 @@ class LightWorker(ActorHybridWorker):
 
     sharding: Any = mock.Mock()
     on_export: Any = bool
-    has_adapters: Any = False
+    train: Any = SimpleNamespace(weights=None)
     rollout_context = train_context = on_reshard_end = set_learning_rate = lambda *_: nullcontext()  # type: ignore[assignment]
 
-    def __init__(self, job: Any, **actor: Any) -> None:
+    def __init__(self, job: Any, model: Path = MODEL, **actor: Any) -> None:
         self.config = load_config(
-            {"model": str(MODEL), "random_weights": True, "actor_config": actor}, 1
+            {"model": str(model), "random_weights": True, "actor_config": actor}, 1
         )
         self.job = job
         self.value = 1

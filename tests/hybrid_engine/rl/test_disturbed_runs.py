@@ -17,13 +17,20 @@ from unittest import mock
 
 import pytest
 
-from hybrid_engine.errors import ArgumentError, ConfigError, FileError, HybridEngineError
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    FileError,
+    HybridEngineError,
+    StateError,
+)
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.rl.run_files import RunFiles
-from tests.harness.errors import violated
+from tests.harness.errors import refused, violated
 from tests.harness.kills import accepted_flips, kill_at_every_step
 from tests.harness.launch import on_engines
 from tests.hybrid_engine.rl.light_runs import ALONE, LightWorker, contents, run
+from tests.zoo.workers import write_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -164,6 +171,18 @@ def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert accepted_flips(paths, lambda: saved_step(tmp_path), every=7) == []
 
 
+def test_adapters_of_experts_are_in_the_model_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe", max_position_embeddings=4096)
+    worker = LightWorker(ALONE, model, lora={})
+    run(tmp_path / "run", worker=worker)
+    assert "no adapter" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "adapter").exists()
+    with refused(StateError, "no-adapters", "linear_fc1, linear_fc2", "save_hf_checkpoint"):
+        worker.save_adapters(tmp_path / "adapter")
+
+
 def test_steps_are_saved_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
     clock = itertools.count(
@@ -197,13 +216,13 @@ def test_named_settings_change_within_a_run_and_are_recorded(tmp_path: Path) -> 
     settings = (tmp_path / "run.json").read_text()
     new: Any = {"learning_rate": 1e-3, "reward_weights": {"reward": 0.5}, "seed": 5}
     worker = LightWorker(ALONE, optimizer={"clip_grad": 0.5})
-    for changed, *refused in (
+    for changed, *violation in (
         ([*new], "actor_config.optimizer.clip_grad", "differs-from-run"),
         (["ratio"], "changed", "cannot-change"),
         (None, "changed", "cannot-change"),
         (new, "changed", "cannot-change"),
     ):
-        with violated(ConfigError, tuple(refused)):
+        with violated(ConfigError, tuple(violation)):
             run(tmp_path, worker=worker, changed=changed, **new)
     run(tmp_path, worker=worker, changed=[*new, "actor_config.optimizer.clip_grad"], **new)
     assert (tmp_path / "run-until-000002.json").read_text() == settings

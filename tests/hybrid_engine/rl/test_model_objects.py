@@ -160,6 +160,15 @@ def test_adapters_of_the_configuration(model: Path, tmp_path: Path, case: str) -
         assert saved.base_model_name_or_path == str(model)
 
 
+@on_engines(2)
+def test_adapters_that_megatron_trains(model: Path, tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 8}
+    actor = {"fsdp": None, "params_dtype": "float32", "lora": {"rank": 4}, **sizes}
+    run(model, tmp_path / "run", {"lora_delivery": "adapter"}, actor=actor)
+    if os.environ["RANK"] == "0":
+        check_files(model, tmp_path / "run", "float32")
+
+
 @on_engines(1)
 def test_the_reference_needs_no_copy(model: Path, tmp_path: Path) -> None:
     with mock.patch.object(

@@ -16,7 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.backends.huggingface import (
+    load_hf_checkpoint,
+    require_target,
+    save_hf_checkpoint,
+)
 from hybrid_engine.backends.training_side import WholeTensors
 from hybrid_engine.errors import ConfigError, FileError
 from hybrid_engine.files.checksums import CHECKSUMS
@@ -182,7 +186,12 @@ def check_refused(base: Path, code: str, directory: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("hf/notes.txt", "hf/train.py", "hf/adapter.safetensors", "hf/tokenizer.json/of a folder"),
+        *(
+            "hf/notes.txt",
+            "hf/train.py",
+            "hf/adapter_model.safetensors",
+            "hf/tokenizer.json/of a folder",
+        ),
         *("hf.incomplete/notes.txt", "hf.replaced/notes.txt"),
     ],
 )
@@ -191,6 +200,12 @@ def test_foreign_files_are_never_removed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     check_refused(tmp_path, "foreign-files", name.partition("/")[0])
+
+
+def test_adapters_never_replace_weights(tmp_path: Path) -> None:
+    save(tmp_path / "hf")
+    with violated(ConfigError, ("path", "foreign-files")):
+        require_target(tmp_path / "hf", None)
 
 
 @pytest.mark.parametrize("name", ["z", "a"])

@@ -15,6 +15,7 @@ import torch
 
 from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling, internals
 from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.models.lora_tensors import a_name, b_name
 from hybrid_engine.ranks.torch_internals import TensorDict
 from tests.harness.errors import refused
 from tests.harness.launch import on_engines
@@ -151,22 +152,16 @@ def _random_lora(seed: int, settings: LoraSettings) -> TensorDict:
         module = name.removesuffix(".weight")
         chosen = settings.target_modules
         if module.endswith(chosen if ".layers.1." in name else chosen[-1]):
-            for kind, size in (
-                ("lora_A", (settings.rank, shape[1])),
-                ("lora_B", (shape[0], settings.rank)),
-            ):
-                values = torch.randn(size, generator=generator) * 0.3  # large enough to matter
-                tensors[f"base_model.model.{module}.{kind}.weight"] = values
+            out, inner = shape
+            tensors[a_name(name)] = torch.randn(settings.rank, inner, generator=generator)
+            tensors[b_name(name)] = torch.randn(out, settings.rank, generator=generator) / 10
     return tensors
 
 
 def _merged(weights: Tensors, tensors: Tensors, settings: LoraSettings) -> TensorDict:
     merged = dict(weights)
-    for name, down in tensors.items():
-        if name.endswith(".lora_A.weight"):
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            up = tensors[name.replace("lora_A", "lora_B")]
-            merged[f"{module}.weight"] = weights[
-                f"{module}.weight"
-            ] + settings.alpha / settings.rank * (up @ down)
+    for name in weights:
+        if a_name(name) in tensors:
+            product = tensors[b_name(name)] @ tensors[a_name(name)]
+            merged[name] = weights[name] + settings.alpha / settings.rank * product
     return merged
