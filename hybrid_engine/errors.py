@@ -241,7 +241,9 @@ class ArgumentError(ConfigError):
     heading = "invalid arguments"
 
 
-def require_none(violations: Iterable[Violation], kind: type[ConfigError] = ConfigError) -> None:
+def require_none(
+    violations: Iterable[Violation], kind: type[_ViolationsError] = ConfigError
+) -> None:
     """Raise an error of this kind with these violations, if there are any."""
     every = [*violations]
     if every:

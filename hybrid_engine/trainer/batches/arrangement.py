@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from hybrid_engine.errors import BatchError, Violation, Violations
+from hybrid_engine.errors import BatchError, Violation, Violations, require_none
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.image_rows import ImageRows, images_in
@@ -343,9 +344,7 @@ def arranged(parts: Sequence[Batch], multiple: int, *, same_length: bool) -> lis
 
     Raises BatchError for inconsistent keys.
     """
-    faults = [fault for part in parts for fault in sequence_faults(part)]
-    if faults:
-        raise BatchError(faults)
+    require_none(chain(*map(sequence_faults, parts)), BatchError)
     ids_of_parts = [ids for part in parts if (ids := sequence_ids_of(part)) is not None]
     if not ids_of_parts:
         return [_unchanged_rows(part) for part in parts]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hybrid_engine.errors import BatchError, Violation, Violations, shortened
+from hybrid_engine.errors import BatchError, Violation, Violations, require_none, shortened
 from hybrid_engine.ranks.torch_internals import TensorDict
 from hybrid_engine.trainer.batches.arrangement import ROUTED_EXPERTS
 from hybrid_engine.trainer.batches.image_rows import with_images
@@ -45,15 +45,19 @@ def require_alike(num_dims: int | None, remedies: Mapping[str, str], **tensors: 
         remedy = "Pass a tensor [B, S]" if num_dims == 2 else "Pass a tensor"
         raise BatchError.of(reference, described(first), remedy, code="wrong-shape")
     shape = str(list(first.shape))
-    violations = []
-    for name in others:
-        value = tensors[name]
-        if not isinstance(value, torch.Tensor) or value.shape != first.shape:
-            problem = f"{described(value)}, but {reference} has {shape}"
-            remedy = remedies.get(name, f"Pass a tensor of shape {shape}")
-            violations.append(Violation(name, problem, remedy, code="wrong-shape"))
-    if violations:
-        raise BatchError(violations)
+    require_none(
+        (
+            Violation(
+                name,
+                f"{described(value)}, but {reference} has {shape}",
+                remedies.get(name, f"Pass a tensor of shape {shape}"),
+                code="wrong-shape",
+            )
+            for name in others
+            if not isinstance(value := tensors[name], torch.Tensor) or value.shape != first.shape
+        ),
+        BatchError,
+    )
 
 
 def required_whole(value: object, key: str, remedy: str, least: int | None = None) -> Violations:
@@ -163,8 +167,7 @@ def samples_of(
                 code="different-lengths",
             )
         )
-    if violations:
-        raise BatchError(violations)
+    require_none(violations, BatchError)
     samples = []
     for prompt, tokens, completion in zip(
         prompt_ids, completion_ids, listed_completions, strict=True
@@ -173,27 +176,26 @@ def samples_of(
         temperature = float(getattr(completion, "temperature", 1.0))
         experts = getattr(completion, "routed_experts", None)
         samples.append(Sample((*prompt, *tokens), len(prompt), is_drawn, temperature, experts))
+    require_none(_unfit(samples, seq_length), BatchError)
+    return samples
+
+
+def _unfit(samples: Sequence[Sample], seq_length: int) -> Violations:
+    """Yield the samples without a prompt, and those that are longer than a row."""
     for number, sample in enumerate(samples):
         key = f"prompts[{number}]"
         if sample.prompt_length == 0:
-            violations.append(
-                Violation(
-                    key, "has no tokens", "Leave it out, with its completion", code="empty-prompt"
-                )
+            yield Violation(
+                key, "has no tokens", "Leave it out, with its completion", code="empty-prompt"
             )
         elif sample.length > seq_length:
-            violations.append(
-                Violation(
-                    key,
-                    f"has {sample.length + 1} tokens with its completion, but at most "
-                    f"{seq_length + 1} fit into seq_length {seq_length}",
-                    "Raise seq_length, or cut the completion",
-                    code="sequence-too-long",
-                )
+            yield Violation(
+                key,
+                f"has {sample.length + 1} tokens with its completion, but at most "
+                f"{seq_length + 1} fit into seq_length {seq_length}",
+                "Raise seq_length, or cut the completion",
+                code="sequence-too-long",
             )
-    if violations:
-        raise BatchError(violations)
-    return samples
 
 
 def _to_list(key: str, sequences: object, violations: list[Violation]) -> list[Any]:

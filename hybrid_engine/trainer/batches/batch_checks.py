@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.backends.training_side import dtype_name
-from hybrid_engine.errors import BatchError, Violation, Violations, shortened
+from hybrid_engine.errors import BatchError, Violation, Violations, require_none, shortened
 from hybrid_engine.memory.host_pages import round_up
 from hybrid_engine.ports import Batch, Data
 from hybrid_engine.ranks.agreement import Agreement
@@ -91,20 +91,7 @@ def own_share(
 
     A local batch is returned unchanged. Raises BatchError with every violation.
     """
-    violations: list[Violation] = []
-    if data not in ("global", "local"):
-        violations.append(
-            Violation(
-                "data",
-                f"{shortened(data)} is unknown",
-                'Use "global" if all ranks pass the same batch, or "local" if each data parallel '
-                "rank passes its own part",
-                code="unknown-value",
-            )
-        )
-    violations += _violations(batch, limits, data, outputs, needs_labels)
-    if violations:
-        raise BatchError(violations)
+    require_none(_violations(batch, limits, data, outputs, needs_labels), BatchError)
     if data == "local":
         return batch
     # 8 rows on 2 data parallel ranks: rank 1 has rows 4 to 7.
@@ -117,6 +104,14 @@ def _violations(
     batch: object, limits: BatchLimits, data: Data, outputs: Outputs, needs_labels: bool
 ) -> Violations:
     """Yield all violations of a batch. Values are read only if all shapes are valid."""
+    if data not in ("global", "local"):
+        yield Violation(
+            "data",
+            f"{shortened(data)} is unknown",
+            'Use "global" if all ranks pass the same batch, or "local" if each data parallel '
+            "rank passes its own part",
+            code="unknown-value",
+        )
     # `object`, because a caller may pass anything
     top_k: object = outputs.top_k
     is_whole = isinstance(top_k, int) and not isinstance(top_k, bool)
@@ -446,7 +441,7 @@ def agreed_share(
     share_digests[limits.dp_rank] = text_digest(repr(arguments.share))
     if not agreement.is_same([*digests, rate_digest, *share_digests], phase):
         by_rank = agreement.gather(arguments, _Arguments, phase)
-        raise BatchError(list(_differences(by_rank)))
+        raise BatchError([*_differences(by_rank)])
     return share
 
 

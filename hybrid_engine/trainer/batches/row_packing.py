@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.errors import BatchError, Violation, Violations, require_none
 from hybrid_engine.ports import Batch
 from hybrid_engine.ranks.torch_internals import Tensors
 from hybrid_engine.trainer.batches.arrangement import (
@@ -183,19 +183,17 @@ def pack_rows(
     `worker.update` requires, and tensors of another shape.
     """
     _require_count(multiple_of)
-    if refusals := image_violations(batch, "pack_rows takes rows of text alone"):
-        raise BatchError(refusals)
+    require_none(image_violations(batch, "pack_rows takes rows of text alone"), BatchError)
     keys = {name: tensor for name, tensor in batch.items() if name in ("tokens", *KEYS)}
-    faults = [*shape_violations(keys, ["tokens"])] or [*sequence_faults(keys)]
-    if faults:
-        raise BatchError(faults)
+    require_none(shape_violations(keys, ["tokens"]), BatchError)
+    require_none(sequence_faults(keys), BatchError)
     require_one_sequence_a_row(batch, "pack_rows")
     tokens = batch["tokens"]
     num_sequences, width = tokens.shape
     sequence_ids = sequence_ids_of(batch)
     is_real = torch.ones_like(tokens) if sequence_ids is None else (sequence_ids > 0).long()
     columns = {name: tensor for name, tensor in batch.items() if name not in KEYS}
-    _require_columns(columns, num_sequences, width)
+    require_none(_column_violations(columns, num_sequences, width), BatchError)
     lengths = is_real.sum(1).tolist()
     size = width if seq_length is None else seq_length
     if max(lengths) > size:
@@ -239,29 +237,21 @@ def pack_rows(
 
 
 def _require_count(multiple_of: int) -> None:
-    violations = list(
-        required_whole(multiple_of, "multiple_of", "Pass a number of rows, at least 1", least=1)
-    )
-    if violations:
-        raise BatchError(violations)
+    remedy = "Pass a number of rows, at least 1"
+    require_none(required_whole(multiple_of, "multiple_of", remedy, least=1), BatchError)
 
 
-def _require_columns(columns: Tensors, num_rows: int, width: int) -> None:
-    """Raise BatchError unless each tensor has a value for each row, or for each token."""
-    violations = []
+def _column_violations(columns: Tensors, num_rows: int, width: int) -> Violations:
+    """Yield tensors that have neither a value for each row nor one for each token."""
     for name, tensor in columns.items():
         shape = getattr(tensor, "shape", ())
         if shape != (num_rows,) and shape[:2] != (num_rows, width):
-            violations.append(
-                Violation(
-                    name,
-                    f"{described(tensor)}, but the rows are [{num_rows}, {width}]",
-                    f"Pass [{num_rows}], or [{num_rows}, {width}, ...]",
-                    code="wrong-shape",
-                )
+            yield Violation(
+                name,
+                f"{described(tensor)}, but the rows are [{num_rows}, {width}]",
+                f"Pass [{num_rows}], or [{num_rows}, {width}, ...]",
+                code="wrong-shape",
             )
-    if violations:
-        raise BatchError(violations)
 
 
 def _positions(slices: Sequence[RowSlice]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.errors import BatchError, shortened
+from hybrid_engine.errors import BatchError, require_none, shortened
 from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.trainer.batches.arrangement import (
     KEYS,
@@ -72,9 +72,7 @@ def generalized_advantages(
     mask = mask_of(batch)
     keys = {key: batch[key] for key in KEYS if key in batch}
     require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask, **keys)
-    faults = list(sequence_faults(batch))
-    if faults:
-        raise BatchError(faults)
+    require_none(sequence_faults(batch), BatchError)
     sequence_ids = sequence_ids_of(batch)
     begins = None if sequence_ids is None else begins_of(sequence_ids)
     advantages = torch.zeros_like(values)
