@@ -22,7 +22,7 @@ from hybrid_engine.trainer.training_checkpoint import TrainingCheckpoints
 
 @dataclass(frozen=True)
 class MegatronActor:
-    """Parts of an actor that Megatron trains, built from a configuration.
+    """Parts of an actor or a critic that Megatron trains, built from a configuration.
 
     Attributes:
         engine: steps and scores; `engine.model` has the weights and the state.
@@ -36,6 +36,11 @@ class MegatronActor:
     checkpoints: TrainingCheckpoints
     frozen_copy: Callable[[], TrainEngine]
     lora: ActorLora | None
+
+    def copy_decoder_from(self, actor: Trainer) -> None:
+        """Copy an actor's current weights with LoRA merged, except the head. Collective."""
+        assert isinstance(actor, LiveModel), "both have one trainer"
+        copy_weights(actor, self.engine.model, but_for="output_layer.")
 
 
 def build_actor(
@@ -59,20 +64,41 @@ def build_actor(
     """
     # before the callback: `owner` must not end groups that it did not create
     build.require_no_groups()
-    actor_config = config.actor_config
-    is_separate = config.generate_config.lora_delivery == "adapter"
-    hf_config = config.hf_config()
     owner.callback(build.destroy_parallel_state)
-    build.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
+    build.initialize_parallel_state(config.actor_config, job.world_size, job.timeout_seconds)
+    return _build_on_groups(config, table, job, owner, weights_only=weights_only)
+
+
+def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> MegatronActor:
+    """Build the critic of the configuration, on the actor's process groups. Collective.
+
+    `owner` ends its training. Raises ConfigError for features that this megatron-core lacks.
+    """
+    critic = critic_of(config, job.world_size)
+    return _build_on_groups(critic.alone, critic.table, job, owner)
+
+
+def _build_on_groups(
+    config: HybridConfig,
+    table: ModelTable,
+    job: Job,
+    owner: ExitStack,
+    *,
+    weights_only: bool = False,
+) -> MegatronActor:
+    actor_config = config.actor_config
+    hf_config = config.hf_config()
     actor = build.build_actor(
         actor_config, table, hf_config, job.world_size, weights_only=weights_only
     )
     owner.callback(build.end_training, actor)
+    is_separate = config.generate_config.lora_delivery == "adapter"
+    lora = megatron_lora(actor_config, table) if is_separate else None
     engine = TrainEngine(
         actor,
         table,
         actor_config.micro_batch_size,
-        separate_lora=is_separate,
+        separate_lora=lora is not None,
         seq_length=actor_config.seq_length,
         conclude=job.agreement.conclude,
     )
@@ -91,44 +117,5 @@ def build_actor(
         engine,
         TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
         frozen_copy,
-        megatron_lora(actor_config, table) if is_separate else None,
-    )
-
-
-@dataclass(frozen=True)
-class CriticParts:
-    """Parts of a critic that is built from a configuration.
-
-    Attributes:
-        engine: steps and values.
-        checkpoints: of the training state.
-    """
-
-    engine: TrainEngine
-    checkpoints: TrainingCheckpoints
-
-    def copy_decoder_from(self, actor: Trainer) -> None:
-        """Copy an actor's current weights with LoRA merged, except the head. Collective."""
-        assert isinstance(actor, LiveModel), "both have one trainer"
-        copy_weights(actor, self.engine.model, but_for="output_layer.")
-
-
-def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> CriticParts:
-    """Build the critic of the configuration, on the actor's process groups. Collective.
-
-    `owner` ends its training. Raises ConfigError for features that this megatron-core lacks.
-    """
-    critic = critic_of(config, job.world_size)
-    actor = build.build_actor(critic.actor, critic.table, critic.alone.hf_config(), job.world_size)
-    owner.callback(build.end_training, actor)
-    engine = TrainEngine(
-        actor,
-        critic.table,
-        critic.actor.micro_batch_size,
-        seq_length=critic.actor.seq_length,
-        conclude=job.agreement.conclude,
-    )
-    return CriticParts(
-        engine,
-        TrainingCheckpoints(MegatronState(engine.model, engine.optimizer, actor, job), job, owner),
+        lora,
     )

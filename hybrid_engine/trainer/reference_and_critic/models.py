@@ -26,7 +26,7 @@ from hybrid_engine.trainer.worker import ActorHybridWorker, ScoresBatches, score
 
 if TYPE_CHECKING:
     from hybrid_engine.trainer.fsdp.actor import FsdpActor
-    from hybrid_engine.trainer.megatron.actor import CriticParts
+    from hybrid_engine.trainer.megatron.actor import MegatronActor
 
 ALL: frozenset[Kind] = frozenset(KINDS)
 PARAMETERS: frozenset[Kind] = frozenset({"param"})
@@ -236,7 +236,7 @@ class ValueModel(AuxiliaryModel):
             fetch_weights(model, job, key)
         with job.agreement.phase("building the critic", SHORT_PATIENCE):
             # lazily, because FSDP2 trains where Megatron is not installed
-            self._parts: CriticParts | FsdpActor
+            self._parts: FsdpActor | MegatronActor
             if worker.config.actor_config.fsdp is None:
                 from hybrid_engine.trainer.megatron.actor import build_critic
 
