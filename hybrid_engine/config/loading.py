@@ -43,6 +43,7 @@ from hybrid_engine.errors import (
     Violation,
     Violations,
     clipped,
+    collect,
     nearest,
     require_none,
     shortened,
@@ -126,13 +127,11 @@ def load_config(
         values = read_yaml(source, "configuration")
         directory = Path(source).absolute().parent
     violations: list[Violation] = []
-    num_ranks = _number_of_ranks(world_size, violations)
-    try:
-        config, models = _parsed_config(values, directory)
-    except ConfigError as error:
-        raise ConfigError([*violations, *error.findings], file) from error
-    if violations:
+    num_ranks = collect(violations, _number_of_ranks, world_size)
+    parsed = collect(violations, _parsed_config, values, directory)
+    if num_ranks is None or parsed is None:
         raise ConfigError(violations, file)
+    config, models = parsed
     violations = find_violations(
         config,
         num_ranks,
@@ -171,32 +170,29 @@ def _parsed_config(
     return config, models
 
 
-def _number_of_ranks(world_size: object, violations: list[Violation]) -> int:
-    """Return the number of ranks, by default from WORLD_SIZE.
-
-    Adds to `violations` and returns 1 if it is not a number of ranks.
-    """
+def _number_of_ranks(world_size: object) -> int:
+    """Return the number of ranks, by default from WORLD_SIZE. Raises ConfigError for no number."""
     size = world_size
-    remedy = f"Use a whole number from 1 to {LARGEST_SIZE}"
     if world_size is None:
         variable = os.environ.get("WORLD_SIZE")
         if variable is None:
-            remedy = "Pass world_size, or start the script with hybrid-engine run"
-            violations.append(
-                Violation(
-                    "world_size", "is not given, and WORLD_SIZE is not set", remedy, code="not-set"
-                )
+            raise ConfigError.of(
+                "world_size",
+                "is not given, and WORLD_SIZE is not set",
+                "Pass world_size, or start the script with hybrid-engine run",
+                code="not-set",
             )
-            return 1
         # Not more digits than a size can have: int() of a long text is slow.
         is_number = variable.isascii() and variable.isdigit() and len(variable) < 20
         size = int(variable) if is_number else variable
     if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:
         return size
-    violations.append(
-        Violation("world_size", f"{shortened(size)} ranks", remedy, code="out-of-range")
+    raise ConfigError.of(
+        "world_size",
+        f"{shortened(size)} ranks",
+        f"Use a whole number from 1 to {LARGEST_SIZE}",
+        code="out-of-range",
     )
-    return 1
 
 
 def _missing_weights(model: Path, key: str) -> Violations:
@@ -282,59 +278,51 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
             "Pass a dictionary",
             code="not-a-mapping",
         )
-    violations = []
-    for short, long in SHORT_KEYS.items():
-        if short in rollout_config and long in rollout_config:
-            key = f"rollout_config.{short}"
-            violations.append(
-                Violation(key, f"{long} is the same setting", "Use one of them", code="set-twice")
-            )
-    dp_type = rollout_config.get("dp_type", "auto")
-    if dp_type not in ("auto", "none"):
-        key = "rollout_config.dp_type"
-        violations.append(
-            Violation(
-                key,
-                shortened(dp_type),
-                "Use 'auto' (replicas fill the job) or 'none'",
-                code="wrong-value",
-            )
-        )
     values = {
         SHORT_KEYS.get(key, str(key)): value
         for key, value in rollout_config.items()
         if key != "dp_type"
     }
-    if not isinstance(values.get("model"), str | os.PathLike | None):
-        key = "rollout_config.model"
-        violations.append(
-            Violation(
-                key,
-                f"expected a directory, found {shortened(values['model'])}",
-                "Name a directory, or leave it out",
-                code="wrong-value",
-            )
-        )
-    violations += _wrong_values(values, rollout_config)
-    require_none(violations)
-    if dp_type == "none":
+    require_none(_rollout_violations(values, rollout_config))
+    if rollout_config.get("dp_type") == "none":
         return values | {"infer_data_parallel_size": 1}
     return values
 
 
-def _wrong_values(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> Violations:
+def _rollout_violations(values: Mapping[str, Any], rollout_config: Mapping[str, Any]) -> Violations:
     """Yield violations of values for `generate_config`, under the keys of `rollout_config`."""
-    section = {key: value for key, value in values.items() if key != "model"}
+    shorts = {long: short for short, long in SHORT_KEYS.items() if short in rollout_config}
+    for long, short in shorts.items():
+        if long in rollout_config:
+            yield Violation(
+                f"rollout_config.{short}",
+                f"{long} is the same setting",
+                "Use one of them",
+                code="set-twice",
+            )
+    dp_type = rollout_config.get("dp_type", "auto")
+    if dp_type not in ("auto", "none"):
+        yield Violation(
+            "rollout_config.dp_type",
+            shortened(dp_type),
+            "Use 'auto' (replicas fill the job) or 'none'",
+            code="wrong-value",
+        )
+    section = dict(values)
+    model = section.pop("model", None)
+    if not isinstance(model, str | os.PathLike | None):
+        yield Violation(
+            "rollout_config.model",
+            f"expected a directory, found {shortened(model)}",
+            "Name a directory, or leave it out",
+            code="wrong-value",
+        )
     try:
         GenerateConfig.model_validate(section)
     except pydantic.ValidationError as error:
-        keys = {
-            f"rollout_config.{long}": f"rollout_config.{short}"
-            for short, long in SHORT_KEYS.items()
-            if short in rollout_config
-        }
         for violation in violations_of(error, GenerateConfig, "rollout_config."):
-            yield replace(violation, key=keys.get(violation.key, violation.key))
+            long = violation.key.removeprefix("rollout_config.")
+            yield replace(violation, key=f"rollout_config.{shorts.get(long, long)}")
 
 
 # -- unknown keys and wrong values -----------------------------------------------------------------
