@@ -329,55 +329,56 @@ def _rollout_violations(values: Mapping[str, Any], rollout_config: Mapping[str, 
 
 Place = tuple[str, ...]
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
+ALIASES: Mapping[str, str] = {
     # verl
-    "actor": ("actor_config",),
-    "clip_ratio_low": ("clip_ratio",),
-    "critic": ("critic_config",),
-    "kl_loss_coef": ("kl_coefficient",),
-    "loss_agg_mode": ("aggregation",),
-    "n": ("samples_per_prompt",),
-    "optim": ("optimizer",),
-    "ppo_epochs": ("epochs",),
-    "ppo_micro_batch_size_per_gpu": ("micro_batch_size",),
-    "response_length": ("max_tokens",),
-    "rollout": ("generate_config",),
-    "total_training_steps": ("lr_decay_steps", "steps"),
+    "actor": "actor_config",
+    "clip_ratio_low": "clip_ratio",
+    "critic": "critic_config",
+    "kl_loss_coef": "kl_coefficient",
+    "loss_agg_mode": "aggregation",
+    "n": "samples_per_prompt",
+    "optim": "optimizer",
+    "ppo_epochs": "epochs",
+    "ppo_micro_batch_size_per_gpu": "micro_batch_size",
+    "response_length": "max_tokens",
+    "rollout": "generate_config",
+    "total_training_steps": "lr_decay_steps steps",
     # TRL, PEFT and transformers
-    "beta": ("kl_coefficient",),
-    "betas": ("adam_beta1", "adam_beta2"),
-    "epsilon": ("clip_ratio",),
-    "epsilon_high": ("clip_ratio_high",),
-    "eval_steps": ("evaluate_every",),
-    "gradient_checkpointing": ("recompute_granularity", "activation_checkpointing"),
-    "learning_rate": ("lr",),
-    "greater_is_better": ("best",),
-    "loss_type": ("aggregation",),
-    "lr_scheduler_type": ("lr_decay_style",),
-    "max_completion_length": ("max_tokens",),
-    "max_grad_norm": ("clip_grad",),
-    "max_new_tokens": ("max_tokens",),
-    "max_steps": ("steps",),
-    "metric_for_best_model": ("keep_best",),
-    "model_name_or_path": ("model",),
-    "num_generations": ("samples_per_prompt",),
-    "num_iterations": ("epochs",),
-    "per_device_train_batch_size": ("micro_batch_size",),
-    "r": ("rank",),
-    "save_steps": ("save_every",),
-    "save_total_limit": ("keep_checkpoints",),
-    "torch_dtype": ("params_dtype",),
-    "warmup_ratio": ("lr_warmup_fraction",),
+    "beta": "kl_coefficient",
+    "betas": "adam_beta1 adam_beta2",
+    "epsilon": "clip_ratio",
+    "epsilon_high": "clip_ratio_high",
+    "eval_steps": "evaluate_every",
+    "gradient_checkpointing": "recompute_granularity activation_checkpointing",
+    "learning_rate": "lr",
+    "greater_is_better": "best",
+    "loss_type": "aggregation",
+    "lr_scheduler_type": "lr_decay_style",
+    "max_completion_length": "max_tokens",
+    "max_grad_norm": "clip_grad",
+    "max_new_tokens": "max_tokens",
+    "max_steps": "steps",
+    "metric_for_best_model": "keep_best",
+    "model_name_or_path": "model",
+    "num_generations": "samples_per_prompt",
+    "num_iterations": "epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "r": "rank",
+    "save_steps": "save_every",
+    "save_total_limit": "keep_checkpoints",
+    "torch_dtype": "params_dtype",
+    "warmup_ratio": "lr_warmup_fraction",
     # short forms, and Megatron's names in generate_config
-    "ep": ("expert_model_parallel_size", "infer_expert_parallel_size"),
-    "expert_model_parallel_size": ("infer_expert_parallel_size",),
-    "offload": ("offload_train_param", "offload_train_grad", "offload_train_optimizer"),
-    "pipeline_model_parallel_size": ("infer_pipeline_parallel_size",),
-    "pp": ("pipeline_model_parallel_size", "infer_pipeline_parallel_size"),
-    "tensor_model_parallel_size": ("infer_tensor_parallel_size",),
-    "tp": ("tensor_model_parallel_size", "infer_tensor_parallel_size"),
+    "ep": "expert_model_parallel_size infer_expert_parallel_size",
+    "expert_model_parallel_size": "infer_expert_parallel_size",
+    "offload": "offload_train_param offload_train_grad offload_train_optimizer",
+    "pipeline_model_parallel_size": "infer_pipeline_parallel_size",
+    "pp": "pipeline_model_parallel_size infer_pipeline_parallel_size",
+    "tensor_model_parallel_size": "infer_tensor_parallel_size",
+    "tp": "tensor_model_parallel_size infer_tensor_parallel_size",
 }
-"""Name of a key in another framework, or of a similar key of a section -> configuration keys."""
+"""Name of a key in another framework, or of a similar key of a section -> configuration keys, with
+blanks between them."""
 
 SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "max_tokens", "max_new_tokens")
 NO_KEYS = {
@@ -416,7 +417,7 @@ def proposal(place: Place, section: type[Section], root: type[Section], prefix: 
     name = clipped(place[-1])
     paths = [path for path in paths_of(root) if path[0] != _CRITIC or parent[:1] == (_CRITIC,)]
     known = {path[-1] for path in paths}
-    meant = {name, *ALIASES.get(name.lower(), ())}
+    meant = {name, *ALIASES.get(name.lower(), "").split()}
     if name in NO_KEYS and meant.isdisjoint(known):
         return NO_KEYS[name]
     close = nearest(name, section.model_fields) or nearest(name, known)
