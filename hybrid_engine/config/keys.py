@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
@@ -118,8 +118,10 @@ MAY_CHANGE: Final = "may change in a run"
 Such keys are locations, times and amounts of memory use, speed, checks, and the training layout,
 which changes the order of sums only. A key without it changes the computation.
 """
-ChangeableFlag = Annotated[bool, MAY_CHANGE]
-Offload = Annotated[bool | Literal["auto"], MAY_CHANGE]
+Value = TypeVar("Value")
+Changeable = Annotated[Value, MAY_CHANGE]
+ChangeableFlag = Changeable[bool]
+Offload = Changeable[bool | Literal["auto"]]
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal[
     "core_attn",
@@ -305,15 +307,15 @@ def _values_of(section: Section, side: type[Parallelism]) -> dict[str, Any]:
 class ActorConfig(Section):
     """`actor_config`, the training side; keys have the names of Megatron-LM's arguments."""
 
-    tensor_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
+    tensor_model_parallel_size: Changeable[Count] = 1
     """Ranks that split each layer (TP)."""
-    pipeline_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
+    pipeline_model_parallel_size: Changeable[Count] = 1
     """Pipeline stages (PP). The data parallel size is the rest of the world size."""
-    virtual_pipeline_model_parallel_size: Annotated[Count | None, MAY_CHANGE] = None
+    virtual_pipeline_model_parallel_size: Changeable[Count | None] = None
     """Model chunks per stage (VPP)."""
-    num_layers_in_first_pipeline_stage: Annotated[Count | None, MAY_CHANGE] = None
+    num_layers_in_first_pipeline_stage: Changeable[Count | None] = None
     """Layers of the first stage; others share the rest evenly."""
-    num_layers_in_last_pipeline_stage: Annotated[Count | None, MAY_CHANGE] = None
+    num_layers_in_last_pipeline_stage: Changeable[Count | None] = None
     """The same for the last stage."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
@@ -328,10 +330,10 @@ class ActorConfig(Section):
     context_parallel_size: Count = 1
     """Ranks that split the sequence (CP); replicas for a switch. More than 1 needs Transformer
     Engine."""
-    expert_model_parallel_size: Annotated[Count, MAY_CHANGE] = 1
+    expert_model_parallel_size: Changeable[Count] = 1
     """Data parallel ranks that share the experts (EP): EP 2 on two ranks with TP 1 is DP 2 for
     other layers."""
-    expert_tensor_parallel_size: Annotated[Count | None, MAY_CHANGE] = None
+    expert_tensor_parallel_size: Changeable[Count | None] = None
     """Ranks that split each expert (ETP); default: TP."""
     make_vocab_size_divisible_by: Count = 128
     """The vocabulary is padded to a multiple of this times TP."""
@@ -352,17 +354,16 @@ class ActorConfig(Section):
     """Maximum tokens of a row in training; shorter rows are not padded to it."""
     seed: Seed = 1234
     """Seed of random weights."""
-    recompute_granularity: Annotated[Literal["full", "selective"] | None, MAY_CHANGE] = None
+    recompute_granularity: Changeable[Literal["full", "selective"] | None] = None
     """Recomputed activations: full, of whole layers; selective, of recompute_modules. Default:
     none; on a GPU without Transformer Engine, attention scores."""
-    recompute_method: Annotated[Literal["uniform", "block"] | None, MAY_CHANGE] = None
+    recompute_method: Changeable[Literal["uniform", "block"] | None] = None
     """With full: uniform keeps the input of each group of recompute_num_layers; block recomputes
     only the first recompute_num_layers of a stage or chunk."""
-    recompute_num_layers: Annotated[Count | None, MAY_CHANGE] = None
+    recompute_num_layers: Changeable[Count | None] = None
     """See recompute_method."""
-    recompute_modules: Annotated[
-        Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None,
-        MAY_CHANGE,
+    recompute_modules: Changeable[
+        Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None
     ] = None
     """With selective: parts of a layer; default: core_attn."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -448,12 +449,9 @@ class GenerateConfig(Section):
     gpu_memory_utilization: Annotated[Share, OF_VLLM, MAY_CHANGE] = 0.5
     """Fraction of a GPU for vLLM while it generates. Megatron's communicators and workspaces come
     later and stay: leave them some GB."""
-    enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
+    enforce_eager: Changeable[bool | None] = None
     """No graph capture and compilation; default: true on CPU, false on GPU."""
-    kv_cache_mb: Annotated[
-        Annotated[int, Number, Field(ge=1, le=2**24)] | None,
-        MAY_CHANGE,
-    ] = None
+    kv_cache_mb: Changeable[Annotated[int, Number, Field(ge=1, le=2**24)] | None] = None
     """MiB of KV cache per rank; default: 256 on CPU, the rest of gpu_memory_utilization on GPU."""
     seed: Annotated[Seed, OF_VLLM] = 0
     """Seed of sampling without `Sampling.seed`."""
@@ -471,29 +469,29 @@ class GenerateConfig(Section):
     """A method of vLLM that quantises while loading; or fp8, mxfp8, mxfp4 or nvfp4, for weights
     quantised in blocks before they are sent, which is the default if config.json has them; or none
     (trainers.md#rollouts-in-8-and-4-bits)."""
-    transport: Annotated[Literal["auto", "shared_memory", "collective"], MAY_CHANGE] = "auto"
+    transport: Changeable[Literal["auto", "shared_memory", "collective"]] = "auto"
     """auto reads mapped memory within a host and sends messages between hosts, once per host; the
     others force one transport."""
-    incremental: Annotated[Literal["auto", "delta", "off"], MAY_CHANGE] = "off"
+    incremental: Changeable[Literal["auto", "delta", "off"]] = "off"
     """auto skips weights whose bytes are unchanged and that vLLM still holds; delta also sends
     servers only the changed elements in messages (planning.md#send-only-what-changed)."""
     incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24), MAY_CHANGE] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device during training,
     those that change least first. No effect with release_weights: false, which keeps all."""
-    bucket_mb: Annotated[Count, MAY_CHANGE] = 256
+    bucket_mb: Changeable[Count] = 256
     """MiB per destination rank between two commits; more if a single module is larger."""
     check_nan: ChangeableFlag = True
     """Read every weight before a switch and refuse NaN, infinities, and overflow of
     compression_dtype."""
-    verify: Annotated[Literal["off", "sample", "full"], MAY_CHANGE] = "off"
+    verify: Changeable[Literal["off", "sample", "full"]] = "off"
     """Compare vLLM's weights with the trainer's bit by bit in every switch: all, or a sample
     (failures.md#wrong-bits)."""
-    check_compute: Annotated[Literal["first", "always", "exact", "off"], MAY_CHANGE] = "first"
+    check_compute: Changeable[Literal["first", "always", "exact", "off"]] = "first"
     """Compare the computation of both sides: attention settings when the engine is built,
     log-probabilities in the first switch and when the model has changed, or in every switch
     (failures.md#another-function). exact allows no difference, in no switch and no rollout of
     `train`, and selects vLLM's batch-invariant kernels."""
-    servers: Annotated[Names, MAY_CHANGE] = ()
+    servers: Changeable[Names] = ()
     """vLLM servers (servers.md) that generate instead of vLLM in the training processes:
     http://HOST:PORT, or ray:NAME of a Ray actor. Keys of vLLM's sizes, memory and kernels then have
     no effect."""
@@ -504,10 +502,10 @@ class GenerateConfig(Section):
     """With servers and release_weights: false, optimizer steps by which training may be ahead of
     the servers; further steps are refused until a publish. For no lag, leave release_weights
     out."""
-    server_address: Annotated[Name | None, MAY_CHANGE] = None
+    server_address: Changeable[Name | None] = None
     """Address at which servers on other hosts reach rank 0; default: all servers are on this
     host."""
-    server_ports: Annotated[Ports | None, MAY_CHANGE] = None
+    server_ports: Changeable[Ports | None] = None
     """FIRST-LAST, the ports that a firewall between trainers and servers opens
     (servers.md#across-hosts). Default: any."""
     server_take_over: ChangeableFlag = False
@@ -515,9 +513,9 @@ class GenerateConfig(Section):
     server_allow_public: ChangeableFlag = False
     """Allow servers and a server_address at public addresses, without authentication or
     encryption."""
-    trace: Annotated[File | None, MAY_CHANGE] = None
+    trace: Changeable[File | None] = None
     """Timeline of all switches for https://ui.perfetto.dev; rank N > 0 writes FILE.rankN.json."""
-    timeout_seconds: Annotated[Seconds, MAY_CHANGE] = 300.0
+    timeout_seconds: Changeable[Seconds] = 300.0
     """Longest wait for a peer (failures.md#every-wait), also in vLLM and for a replica that
     generates longer than another; at least 300 while engines are built."""
 
@@ -572,7 +570,7 @@ class CriticConfig(Section):
     `frozen_parameters`, which are not shared.
     """
 
-    model: Annotated[Model | None, MAY_CHANGE] = None
+    model: Changeable[Model | None] = None
     """As the model at the top; default: the actor's. The output layer is new, with one output per
     token."""
     pipeline_model_parallel_layout: StageLayout | None = None
@@ -592,10 +590,10 @@ class CriticConfig(Section):
 class HybridConfig(Section):
     """Whole configuration: both sides and the model."""
 
-    model: Annotated[Model, MAY_CHANGE]
+    model: Changeable[Model]
     """Directory of a Hugging Face model, relative to the configuration file, or an id on the Hub
     (`org/name`), which is downloaded. A path with `./` in front is never an id."""
-    revision: Annotated[Name | None, MAY_CHANGE] = None
+    revision: Changeable[Name | None] = None
     """Branch, tag or commit of a model on the Hub; default: main."""
     random_weights: ChangeableFlag = False
     """Begin with random weights; the model's directory needs none."""
@@ -605,7 +603,7 @@ class HybridConfig(Section):
     """Inference side."""
     critic_config: CriticConfig | None = None
     """Value model that is trained with the actor; default: none."""
-    device_budget_gib: Annotated[Positive | None, MAY_CHANGE] = None
+    device_budget_gib: Changeable[Positive | None] = None
     """Refuse the configuration if weights, gradients and optimizer state exceed these GiB on a
     device in any phase; without activations and KV cache. A worker on a GPU compares with all of
     its memory as well, where this can be planned."""
