@@ -539,12 +539,9 @@ class GenerateConfig(Section):
 
     def of_vllm(self) -> dict[str, Any]:
         """Return the engine arguments set by keys of the same name, without those left at None."""
-        arguments = {}
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if OF_VLLM in field.metadata and value is not None:
-                arguments[name] = value
-        return arguments
+        fields = type(self).model_fields.items()
+        names = {name for name, field in fields if OF_VLLM in field.metadata}
+        return self.model_dump(include=names, exclude_none=True)
 
     @property
     def drafts_with_mtp(self) -> bool:

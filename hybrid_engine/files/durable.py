@@ -244,26 +244,26 @@ def replace_directory(new: Path, target: Path) -> None:
     Raises:
         OSError: a directory cannot be moved or removed.
     """
-    replaced = replaced_path(target)
     if target.exists():
-        target.rename(replaced)
+        target.rename(replaced_path(target))
     new.rename(target)
     sync(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    recover_directory(target)
 
 
 def recover_directory(target: Path) -> None:
-    """Undo a `replace_directory` that a kill interrupted, or complete its removal.
+    """Undo a `replace_directory` that a kill interrupted, or complete its removal of the old one.
 
     Raises:
         OSError: a directory cannot be moved or removed.
     """
     replaced = replaced_path(target)
-    if replaced.exists() and not target.exists():
-        replaced.rename(target)
-    elif replaced.exists():
+    if not replaced.exists():
+        return
+    if target.exists():
         shutil.rmtree(replaced)
+    else:
+        replaced.rename(target)
 
 
 def replaced_path(target: Path) -> Path:

@@ -114,8 +114,12 @@ def server_of(server: object, timeout_seconds: float, *, allow_public: bool) -> 
         return RayServer(server, timeout_seconds)
     if isinstance(server, VllmServer):
         return server
-    remedy = "Give http://HOST:PORT, ray:NAME, a Ray actor, or a serving.clients.VllmServer"
-    raise ConfigError.of("servers", f"got {shortened(server)}", remedy, code="invalid-server")
+    raise ConfigError.of(
+        "servers",
+        f"got {shortened(server)}",
+        "Give http://HOST:PORT, ray:NAME, a Ray actor, or a serving.clients.VllmServer",
+        code="invalid-server",
+    )
 
 
 def require_servers(servers: Sequence[object], address: str | None, hosts: Sequence[str]) -> None:
@@ -124,14 +128,20 @@ def require_servers(servers: Sequence[object], address: str | None, hosts: Seque
         raise ConfigError.of("servers", "none", "Name at least one", code="no-server")
     if len({str(server).rstrip("/") for server in servers}) < len(servers):
         # A server that is invited twice would wait for itself to join.
-        problem = f"duplicate server: {shortened(servers)}"
-        raise ConfigError.of("servers", problem, "Name each server once", code="duplicate-server")
-    if address is None and len(set(hosts)) > 1:
-        problem = (
-            "trainers are on several hosts, but there is no address at which servers can reach them"
+        raise ConfigError.of(
+            "servers",
+            f"duplicate server: {shortened(servers)}",
+            "Name each server once",
+            code="duplicate-server",
         )
-        remedy = "Give the address of a network interface of the first trainer"
-        raise ConfigError.of("address", problem, remedy, code="missing-address")
+    if address is None and len(set(hosts)) > 1:
+        raise ConfigError.of(
+            "address",
+            "trainers are on several hosts, but there is no address at which servers can reach "
+            "them",
+            "Give the address of a network interface of the first trainer",
+            code="missing-address",
+        )
 
 
 def named_server(name: str, timeout_seconds: float, *, allow_public: bool = False) -> Server:
@@ -149,12 +159,12 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
             ray.init(address="auto")  # without an address Ray would start a cluster
         return RayServer(ray.get_actor(actor), timeout_seconds)
     except (ConnectionError, ValueError) as error:
-        remedy = (
-            "Start the cluster and the actor first, with options(name=...), in the namespace of "
-            "this process"
-        )
         raise ConfigError.of(
-            "servers", f"{name}: {clipped(str(error))}", remedy, code="unknown-actor"
+            "servers",
+            f"{name}: {clipped(str(error))}",
+            "Start the cluster and the actor first, with options(name=...), in the namespace of "
+            "this process",
+            code="unknown-actor",
         ) from None
 
 
@@ -166,9 +176,12 @@ def silent_servers(
         try:
             server_of(server, timeout_seconds, allow_public=allow_public).num_workers()
         except ServerError as error:
-            problem = clipped(str(error), 500)
-            remedy = "Start it before the trainers"
-            yield Violation("generate_config.servers", problem, remedy, code="silent-server")
+            yield Violation(
+                "generate_config.servers",
+                clipped(str(error), 500),
+                "Start it before the trainers",
+                code="silent-server",
+            )
         except ConfigError as error:
             yield from error.findings
 
@@ -247,15 +260,14 @@ class HttpServer(Server):
         self._timeout = timeout_seconds
         public = _public_addresses(self.url, allow_public=allow_public)
         if public:
-            problem = (
+            raise ConfigError.of(
+                "servers",
                 f"{url} is at {', '.join(public)}, and vLLM's routes "
-                "for weights have no authentication"
-            )
-            remedy = (
+                "for weights have no authentication",
                 "Bind the server to the loopback or a private address, "
-                "or set allow_public behind a firewall"
+                "or set allow_public behind a firewall",
+                code="public-address",
             )
-            raise ConfigError.of("servers", problem, remedy, code="public-address")
 
     def num_workers(self) -> int:
         response = self.get("get_world_size")
@@ -375,9 +387,12 @@ def _authenticated(request: Any) -> Any:
     """
     key = os.environ.get(API_KEY, "")
     if not (key.isascii() and key.isprintable()):
-        problem = "has a line break, or another character that HTTP headers cannot have"
-        remedy = "Write the secret without it"
-        raise ConfigError.of(API_KEY, problem, remedy, code="invalid-api-key")
+        raise ConfigError.of(
+            API_KEY,
+            "has a line break, or another character that HTTP headers cannot have",
+            "Write the secret without it",
+            code="invalid-api-key",
+        )
     if key:
         request.headers["Authorization"] = f"Bearer {key}"
     if TOKEN in os.environ:
@@ -485,9 +500,12 @@ def _public_addresses(url: str, *, allow_public: bool) -> list[str]:
         _ = parts.port  # raises ValueError for an invalid port
         return [] if allow_public else public_addresses(resolved_addresses(parts.hostname))
     except (ValueError, OSError) as error:
-        problem = f"{shortened(shown)}: {error}"
-        remedy = "Give the address at which the server listens"
-        raise ConfigError.of("servers", problem, remedy, code="unresolved-address") from None
+        raise ConfigError.of(
+            "servers",
+            f"{shortened(shown)}: {error}",
+            "Give the address at which the server listens",
+            code="unresolved-address",
+        ) from None
 
 
 def with_server_error(phase: str, call: Callable[[], _T]) -> _T:

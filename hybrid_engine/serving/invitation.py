@@ -490,12 +490,13 @@ def require_token() -> str:
     token = os.environ.get(TOKEN, "")
     if token:
         return token
-    problem = "not set, but trainers and servers on several hosts authenticate each other with it"
-    remedy = (
+    raise ConfigError.of(
+        TOKEN,
+        "not set, but trainers and servers on several hosts authenticate each other with it",
         "Set it to the same secret in the environment of trainers "
-        "and servers (openssl rand -hex 32)"
+        "and servers (openssl rand -hex 32)",
+        code="missing-token",
     )
-    raise ConfigError.of(TOKEN, problem, remedy, code="missing-token")
 
 
 def resolved_addresses(host: str) -> list[Address]:
@@ -524,15 +525,13 @@ def require_ports(ports: str | None) -> None:
     first, last = map(int, ports.split("-"))
     lowest, highest = map(int, _EPHEMERAL_PORTS.read_text().split())
     if not first <= lowest <= highest <= last:
-        problem = (
-            f"{ports}, but the kernel of {socket.gethostname()} chooses ports of {lowest}-{highest}"
-        )
-        remedy = (
-            f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there '
-            "(in a pod, securityContext.sysctls)"
-        )
         raise ConfigError.of(
-            "generate_config.server_ports", problem, remedy, code="port-range-of-kernel"
+            "generate_config.server_ports",
+            f"{ports}, but the kernel of {socket.gethostname()} chooses ports of "
+            f"{lowest}-{highest}",
+            f'sysctl -w net.ipv4.ip_local_port_range="{first} {last}" there '
+            "(in a pod, securityContext.sysctls)",
+            code="port-range-of-kernel",
         )
 
 

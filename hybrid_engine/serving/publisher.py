@@ -132,9 +132,12 @@ class WeightPublisher(Switch):
         reference: ConfigModel | None = None,
     ) -> None:
         if not hasattr(trainer, "guard"):
-            problem = f"got a {type(trainer).__name__}"
-            remedy = "Pass a ports.Trainer. For a model, HybridEngine(model=...) has one"
-            raise ConfigError.of("trainer", problem, remedy, code="not-a-trainer")
+            raise ConfigError.of(
+                "trainer",
+                f"got a {type(trainer).__name__}",
+                "Pass a ports.Trainer. For a model, HybridEngine(model=...) has one",
+                code="not-a-trainer",
+            )
         super().__init__(trainer, offloader or Offloader(trainer), config, job)
         self.inference = NoInference()
         self._check: ServerComparison = ServerComparison(

@@ -8,6 +8,7 @@ import fnmatch
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -208,16 +209,18 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> dict[str, Any]:
     """
     source = job.source
     destination = job.destination
-    frozen = set()
-    violations = []
-    for pattern in patterns:
-        names = fnmatch.filter(source.owners, pattern)
-        frozen |= set(names)
-        if not names:
-            problem = f"no tensor matches {pattern}"
-            remedy = "Use names of the checkpoint, as in model.safetensors.index.json"
-            violations.append(Violation("--frozen", problem, remedy, code="no-tensor-matches"))
-    require_none(violations)
+    matches = {pattern: fnmatch.filter(source.owners, pattern) for pattern in patterns}
+    require_none(
+        Violation(
+            "--frozen",
+            f"no tensor matches {pattern}",
+            "Use names of the checkpoint, as in model.safetensors.index.json",
+            code="no-tensor-matches",
+        )
+        for pattern, names in matches.items()
+        if not names
+    )
+    frozen = {*chain(*matches.values())}
     kept = frozen_tensors(source, destination, frozen, job.bucket_nbytes)
     sent = summarize(
         _without(source, kept),

@@ -538,9 +538,11 @@ def sharded_model(config: HybridConfig, table: ModelTable) -> PackedModel:
     try:
         from hybrid_engine.backends.fsdp.names import packed_model_of
     except ImportError as error:
-        problem = f"transformers and torch determine how FSDP2 splits a model: {error}"
         raise ConfigError.of(
-            "actor_config.fsdp", problem, "Install both", code="needs-package"
+            "actor_config.fsdp",
+            f"transformers and torch determine how FSDP2 splits a model: {error}",
+            "Install both",
+            code="needs-package",
         ) from error
     return packed_model_of(config.model, table)
 
@@ -568,8 +570,10 @@ def longest_sequence(config: HybridConfig) -> int:
         return limit or UNKNOWN_LENGTH
     is_overridden = "hf_overrides" in generate.vllm or os.environ.get(_LONGER) == "1"
     if limit is not None and longest > limit and not is_overridden:
-        key = "generate_config.max_model_len"
-        problem = f"{longest:,} tokens, but the model has {limit:,} positions (config.json)"
-        remedy = f"Lower it; vLLM takes longer sequences with {_LONGER}=1 only"
-        raise ConfigError.of(key, problem, remedy, code="out-of-range")
+        raise ConfigError.of(
+            "generate_config.max_model_len",
+            f"{longest:,} tokens, but the model has {limit:,} positions (config.json)",
+            f"Lower it; vLLM takes longer sequences with {_LONGER}=1 only",
+            code="out-of-range",
+        )
     return longest

@@ -14,7 +14,7 @@ import numpy as np
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.inference_rules import UNQUANTISED
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, require_none
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
@@ -52,14 +52,16 @@ def traced_positions(
         ConfigError: vLLM is not installed or refuses the configuration, or the sizes break a rule.
         ModelError: vLLM cannot construct the model without memory.
     """
-    if invalid := violations(sizes, table):
-        raise ConfigError(invalid)
+    require_none(violations(sizes, table))
     try:
         from hybrid_engine.backends.vllm import InferenceSettings, Position, planned_position
     except ImportError as error:
-        problem = f"vLLM's own loader shows the weights of {table.architecture}: {error}"
-        remedy = "Install vLLM, or name a model with a name table"
-        raise ConfigError.of("model", problem, remedy, code="needs-package") from error
+        raise ConfigError.of(
+            "model",
+            f"vLLM's own loader shows the weights of {table.architecture}: {error}",
+            "Install vLLM, or name a model with a name table",
+            code="needs-package",
+        ) from error
     # Bytes are counted unquantised, and methods need kernels of the job's devices, as many other
     # arguments do.
     arguments = config.generate_config.vllm

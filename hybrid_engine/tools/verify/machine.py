@@ -315,10 +315,11 @@ def _driver_version() -> str:
 def _peer_access(num_gpus: int) -> str:
     if num_gpus < 2:
         return "fewer than two GPUs"
-    without = []
-    for source, target in itertools.permutations(range(num_gpus), 2):
-        if not torch.cuda.can_device_access_peer(source, target):
-            without.append(f"{source}-{target}")
+    without = [
+        f"{source}-{target}"
+        for source, target in itertools.permutations(range(num_gpus), 2)
+        if not torch.cuda.can_device_access_peer(source, target)
+    ]
     return f"not {', '.join(without)}" if without else "all"
 
 

@@ -227,9 +227,15 @@ def _all_token_ids(
         value = sequences[index]
         num_others = ids_or_none.count(None) - 1
         others = f", and {num_others} more" if num_others else ""
-        problem = f"is not a list of token ids but {shortened(value, 80)}{others}"
         remedy = _token_ids_remedy(value)
-        violations.append(Violation(f"{key}[{index}]", problem, remedy, code="not-token-ids"))
+        violations.append(
+            Violation(
+                f"{key}[{index}]",
+                f"is not a list of token ids but {shortened(value, 80)}{others}",
+                remedy,
+                code="not-token-ids",
+            )
+        )
     return [ids for ids in ids_or_none if ids is not None]
 
 
