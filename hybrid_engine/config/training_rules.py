@@ -295,8 +295,7 @@ MEGATRON: list[Constraint[TrainingContext]] = [
         "hybrid_layer_pattern consists of Megatron's own layers, without windows, soft caps and "
         "post norms; for others, leave it out or pass your own model.",
         lambda context: (
-            context.train_sizes.hybrid_layer_pattern is not None
-            and context.table.layer_spec != "default"
+            context.train_sizes.hybrid_layer_pattern is not None and context.table.extends_layers
         ),
         code="not-built",
         computing="here",

@@ -221,11 +221,10 @@ class ModelTable:
         return self.transformer or self.layer_sizes
 
     @property
-    def layer_spec(self) -> str:
-        """Name of the layer spec in `trainer/megatron/specs.py` that Megatron builds."""
+    def extends_layers(self) -> bool:
+        """True if Megatron's GPT layers are extended, by trainer/megatron/model_variants.py."""
         extras = self.extras
-        is_extended = extras.windows or extras.attention_softcap or extras.post_norms
-        return "extended" if is_extended else "default"
+        return bool(extras.windows or extras.attention_softcap or extras.post_norms)
 
     @cached_property
     def refined_shapes(self) -> Shapes:

@@ -1,14 +1,12 @@
 """Modules of which the layers of a model consist: megatron-core's own, or Transformer Engine's.
 
-LAYER_SPECS[table.layer_spec]  whole model: a spec for each layer of the checkpoint, and the
-                               final norm
-layer_spec_for(...)            layers of one pipeline stage, including no-op layers
-mtp_spec_for(...)              MTP layers, on the stage that has them
+layer_spec_for(...)   layers of one pipeline stage, including no-op layers
+mtp_spec_for(...)     MTP layers, on the stage that has them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,9 +39,6 @@ from megatron.core.transformer.transformer_layer import (
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.trainer.megatron.model_variants import extend
 
-LayerSpec = Callable[[ModelTable, TransformerConfig, bool], TransformerBlockSubmodules]
-"""(table, config, use Transformer Engine) -> a spec per layer of the checkpoint, final norm."""
-
 
 def layer_spec_for(
     table: ModelTable,
@@ -57,7 +52,7 @@ def layer_spec_for(
     `noop_layers`: positions (from 0) of layers that return their input; `config.num_layers` counts
     them, but the checkpoint does not have them.
     """
-    whole_model = LAYER_SPECS[table.layer_spec](table, config, transformer_engine)
+    whole_model = _whole_model(table, config, transformer_engine)
     # 4 positions with a no-op at 1: layers 0, none, 1, 2 of the checkpoint.
     layers = iter(whole_model.layer_specs)
     by_position = [
@@ -75,16 +70,20 @@ def mtp_spec_for(
     """Return the MTP layers of this stage, built like the last layer; None if it has none."""
     if not config.mtp_num_layers:
         return None
-    last_layer = LAYER_SPECS[table.layer_spec](table, config, transformer_engine).layer_specs[-1]
+    last_layer = _whole_model(table, config, transformer_engine).layer_specs[-1]
     return get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=transformer_engine, vp_stage=vp_stage
     )
 
 
-def _default(
+def _whole_model(
     table: ModelTable, config: TransformerConfig, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Return Megatron's GPT layers: dense or with experts, grouped-query or latent attention."""
+    """Return a spec per layer of the checkpoint, and the final norm.
+
+    They are Megatron's GPT layers, dense or with experts, with grouped-query or latent attention,
+    and with the changes of `table.extras`.
+    """
     dense = gpt_layer(config, None, transformer_engine)
     if config.num_moe_experts is None:
         layers = [dense] * table.dims.num_layers
@@ -94,16 +93,11 @@ def _default(
         layers = [
             sparse if has_experts else dense for has_experts in table.transformer["moe_layer_freq"]
         ]
-    return TransformerBlockSubmodules(
+    block = TransformerBlockSubmodules(
         layer_specs=layers, layer_norm=final_norm(config, transformer_engine)
     )
-
-
-def _extended(
-    table: ModelTable, config: TransformerConfig, transformer_engine: bool
-) -> TransformerBlockSubmodules:
-    """Return Megatron's GPT layers with the changes of `table.extras`."""
-    block = _default(table, config, transformer_engine)
+    if not table.extends_layers:
+        return block
     return extend(block, table.extras, config, transformer_engine)
 
 
@@ -228,7 +222,3 @@ def _positions_of_stage(config: TransformerConfig, vp_stage: int | None) -> list
 
 _NOOP = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules())
 """Layer that returns its input: each of its modules is Megatron's identity."""
-
-# A family with other layers than Megatron's GPT layers registers them here, under the name in its
-# table's `layer_spec`.
-LAYER_SPECS: dict[str, LayerSpec] = {"default": _default, "extended": _extended}

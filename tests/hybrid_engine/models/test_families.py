@@ -159,7 +159,7 @@ def test_settings_follow_from_config_json(name: str) -> None:
 def test_windows_that_are_off_are_ignored() -> None:
     for keys in ({**WINDOWS, "use_sliding_window": False}, {**WINDOWS, "max_window_layers": 2}):
         table = table_for({"architectures": ["Qwen2ForCausalLM"], **SIZES, **keys})
-        assert (table.extras.windows, table.layer_spec, table.not_built) == ((), "default", ())
+        assert (table.extras.windows, table.extends_layers, table.not_built) == ((), False, ())
 
 
 def test_expert_models_have_the_windows_of_transformers() -> None:
