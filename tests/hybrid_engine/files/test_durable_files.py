@@ -39,10 +39,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep json": (lambda path: json.loads("[" * 100_000), "damaged or cut short (RecursionError"),
     "utf-8": (lambda path: b"\xff".decode(), "damaged or cut short (UnicodeDecodeError: "),
     "directory": (lambda path: path.read_text(), "is a directory"),
-    "no archive": (
-        lambda path: torch.load(__file__, weights_only=True),
-        "damaged or cut short (UnpicklingError",
-    ),
     "long name": (lambda path: (path / ("x" * 300)).write_text(""), "file name too long"),
 }
 

@@ -112,11 +112,6 @@ def test_sequences_may_be_given_by_positions_alone() -> None:
     assert text(rows.restore(rows.tokens)) == ["_abc_def", "ghijkl__"]
 
 
-def test_position_ids_of_one_sequence_need_no_mask() -> None:
-    rows = single_micro_batch({**letter_batch("abcd"), "position_ids": torch.arange(4)[None]}).rows
-    assert rows.sequence_ids is None
-
-
 def test_ignored_labels_have_no_log_probability() -> None:
     batch = letter_batch("abcd")
     batch["labels"] = torch.tensor([[2, -100, 4, -100]])

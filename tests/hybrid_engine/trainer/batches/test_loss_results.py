@@ -144,7 +144,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "report-not-a-scalar",
     ),
     "error": (lambda batch, _log_probs: batch["weights"], "loss-function-failed"),
-    "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "loss-function-failed"),
 }
 
 

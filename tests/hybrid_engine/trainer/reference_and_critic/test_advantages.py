@@ -154,21 +154,6 @@ def test_the_loss_is_half_the_larger_squared_error(seed: int, clip: float | None
     assert report["value_clip_fraction"].item() == pytest.approx(num_clipped / count)
 
 
-def test_a_value_clipped_towards_its_target_has_no_gradient() -> None:
-    """The clipped error is the larger one here, and it is constant."""
-    values = torch.tensor([[0.9]], requires_grad=True)
-    batch = {
-        "returns": torch.tensor([[1.0]]),
-        "old_values": torch.tensor([[0.0]]),
-        "weights": torch.tensor([[1.0]]),
-    }
-    value_loss(0.2)(batch, values)[0].backward()
-    assert values.grad.item() == 0.0
-    values.grad = None
-    value_loss(None)(batch, values)[0].backward()
-    assert values.grad.item() == pytest.approx(-0.1)
-
-
 @pytest.mark.parametrize("clip", [0.2, None])
 def test_values_of_weight_0_are_not_read_by_the_loss(clip: float | None) -> None:
     returns, values, mask = random_tensors(5)
