@@ -58,7 +58,6 @@ class AuxiliaryModel:
         self.name = name
         self._worker = worker
         self._agreement = worker.job.agreement
-        self._state = state
         self._offloader = Offloader(state)
         # the model checks before it uses its state
         state.guard.add(self.require)
