@@ -137,9 +137,7 @@ def test_weights_are_downloaded_after_the_configuration(hub: Path) -> None:
 
 def test_the_indexed_weights_are_downloaded(hub: Path) -> None:
     directory = find_model("org/sharded", COMMIT)
-    snapshot = HubSnapshot.at(directory)
-    assert snapshot is not None
-    snapshot.download()
+    HubSnapshot.at(directory).download()
     assert names_in(directory) == {"config.json", *SHARDS}
 
 
@@ -151,10 +149,8 @@ def test_cached_models_are_used_without_a_network(
     directory = find_model("org/single", "main")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_model("org/single") == find_model("org/single", "main") == directory
-    snapshot = HubSnapshot.at(directory)
-    assert snapshot is not None
     with violated(ConfigError, ("model", "not-in-cache")):
-        snapshot.download()
+        HubSnapshot.at(directory).download()
     assert "run `hf download org/other`" in refusal("org/other").remedy
 
 
@@ -166,7 +162,6 @@ def test_refusals_of_the_hub_have_a_remedy(hub: Path) -> None:
     assert (violation.key, violation.code) == ("revision", "unknown-revision")
     assert "v9" in violation.problem
     pickled = HubSnapshot.at(find_model("org/pickled"))
-    assert pickled is not None
     with violated(ConfigError, ("model", "no-weights")):
         pickled.download()
 

@@ -47,7 +47,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(program: str) -> tuple[subprocess.Popen[str], str]:
     """Start a process; return it with the first line of its output."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
 

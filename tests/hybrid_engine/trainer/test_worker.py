@@ -14,7 +14,7 @@ from hybrid_engine.errors import ConfigError, DependencyError
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer import worker
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from tests.harness.errors import has_violations, refused, violated
+from tests.harness.errors import has_violations, refused, violated, violations_of
 from tests.zoo.families import served_config, write_config
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_cannot_generate_is_refused_before_building(
             HybridConfig(model=model, random_weights=True, generate_config=generate),
             job=Job.join(30),
         )
-    assert [finding.key for finding in caught.value.findings] == [
+    assert [key for key, _ in violations_of(caught.value)] == [
         "model",
         "generate_config.kv_cache_mb",
     ]

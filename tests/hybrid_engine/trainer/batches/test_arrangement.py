@@ -54,7 +54,6 @@ def test_images_stay_on_the_host_until_their_micro_batch_is_computed() -> None:
     meta = torch.device("meta")
     parts = micro_batches(batch, 2, meta)
     for part in parts:
-        assert part.rows.images is not None
         assert part.rows.tokens.device == part.batch["tokens"].device == meta
         for images in (part.rows.images, part.batch[IMAGES]):
             assert all(tensor.device == CPU for row in images.rows for tensor in row.values())
@@ -166,7 +165,6 @@ def test_random_rows_are_restored() -> None:
                 start += length + int(torch.randint(0, 2, (), generator=generator))
         batch = {"tokens": torch.randint(1, 9, ids.shape, generator=generator), "sequence_ids": ids}
         rows = single_micro_batch({**batch, "temperature": batch["tokens"] + 0.5}).rows
-        assert rows.temperature is not None
         assert torch.equal(
             rows.restore(rows.temperature), (batch["tokens"] + 0.5).where(ids > 0, 0)
         )
@@ -175,5 +173,4 @@ def test_random_rows_are_restored() -> None:
         assert torch.equal(rows.restore(computed), expected.where(ids[..., None] > 0, 0))
         counted = {"position_ids": positions_in(ids), "attention_mask": (ids > 0).long()}
         restored = sequence_ids_of(counted)
-        assert restored is not None
         assert torch.equal(positions_in(restored), positions_in(ids))

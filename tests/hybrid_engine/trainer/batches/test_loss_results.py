@@ -106,7 +106,6 @@ def test_a_loss_that_is_not_finite_is_reported_at_the_end(
     assert checked.fault is None
     meet_ranks(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
-    assert checked.fault is not None
     assert has_code("loss-not-finite", text, "micro batch 1")(checked.fault)
 
 
@@ -117,7 +116,6 @@ def test_an_input_that_is_not_finite_is_reported_instead_of_the_loss(
     checked({}, log_probs() * float("nan"))
     meet_ranks(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
     checked.finish(torch.device("cpu"))
-    assert checked.fault is not None
     assert has_code("loss-input-not-finite", "nan", "micro batch 0")(checked.fault)
 
 
@@ -154,7 +152,6 @@ def test_an_invalid_result_is_kept_as_the_fault(name: str) -> None:
     checked = CheckedLoss(function)
     inputs = log_probs()
     loss, report = checked({"tokens": torch.zeros(2, 3)}, inputs)
-    assert checked.fault is not None
     assert has_code(code)(checked.fault)
     assert report == {}
     loss.backward()
@@ -180,7 +177,6 @@ def test_all_micro_batches_report_the_same_names() -> None:
     checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), {next(names): 1.0}))
     for _ in range(2):
         checked({}, log_probs())
-    assert checked.fault is not None
     assert has_code("other-names-reported", "entropy, kl")(checked.fault)
 
 

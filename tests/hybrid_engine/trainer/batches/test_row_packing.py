@@ -52,7 +52,6 @@ def test_every_token_returns_to_its_row(batch: TensorDict, multiple_of: int) -> 
     assert width == WIDTH
     assert num_rows % multiple_of == 0
     ids = sequence_ids_of(batch)
-    assert ids is not None
     is_real = ids > 0
     # Places of two sequences do not overlap, so no row has more tokens than columns.
     assert int((packed.batch["sequence_ids"] > 0).sum()) == int(is_real.sum())
