@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -261,21 +262,18 @@ def _parse_rates(text: str) -> dict[Link, float]:
 
     Raises ConfigError.
     """
-    violation = Violation(
+    parts = [part.split("=") for part in text.replace(" ", "").split(",")]
+    # A part without exactly one "=" cannot be unpacked, which is a ValueError, too.
+    with suppress(ValueError):
+        rates = {**LINK_GBPS, **{Link(link): float(value) for link, value in parts}}
+        if all(0 < rate <= 1e9 for rate in rates.values()):
+            return rates
+    raise ConfigError.of(
         "--link-gbps",
         shortened(text),
         f"Use rates above 0, at most 1e9, for example {_RATES}",
         code="cannot-be-read",
     )
-    parts = [part.split("=") for part in text.replace(" ", "").split(",")]
-    try:
-        # A part without exactly one "=" cannot be unpacked, which is a ValueError, too.
-        rates = {**LINK_GBPS, **{Link(link): float(value) for link, value in parts}}
-    except ValueError:
-        raise ConfigError([violation]) from None
-    if not all(0 < rate <= 1e9 for rate in rates.values()):
-        raise ConfigError([violation])
-    return rates
 
 
 def _peak_memory() -> int:
