@@ -213,11 +213,10 @@ class WeightTransfer(AbstractContextManager["WeightTransfer"]):
         settings = server.get("server_info?config_format=json")["vllm_config"]
         load_format = settings.get("load_config", {}).get("load_format")
         if load_format != NAME:
-            problem = f"its server has load format {load_format}"
             backend = f'{{"backend": "{NAME}"}}'
             raise ConfigError.of(
                 "vllm_server_base_url",
-                problem,
+                f"its server has load format {load_format}",
                 f"Start it with --load-format {NAME} --weight-transfer-config '{backend}'",
                 code="wrong-load-format",
             )

@@ -178,10 +178,9 @@ def read_verl(words: Sequence[str], ranks: int | None, hosts_of: int | None) -> 
         theirs.append(word)
         meant = nearest(section, HybridConfig.model_fields)
         if meant:
-            key = word.partition("=")[0]
             violations.append(
                 Violation(
-                    key,
+                    word.partition("=")[0],
                     "is neither a key of verl nor of this project",
                     f"Did you mean {meant}?",
                     code="unknown-key",
@@ -307,10 +306,9 @@ class _Reading:
         if strategy not in ("megatron", "fsdp", "fsdp2"):
             self._refuse("actor.strategy", shortened(strategy), "Use megatron, fsdp2 or fsdp")
         if self.get("hybrid_engine", True) is not True:
-            key = f"{_MAIN}hybrid_engine"
             self.violations.append(
                 Violation(
-                    key,
+                    f"{_MAIN}hybrid_engine",
                     "false: training and generation use separate devices",
                     "Here they share devices: use true",
                     code="not-supported",
@@ -318,10 +316,9 @@ class _Reading:
             )
         model = self.get("model.path")
         if model is None:
-            key = f"{_MAIN}model.path"
             self.violations.append(
                 Violation(
-                    key,
+                    f"{_MAIN}model.path",
                     "is missing",
                     "Name a Hugging Face model: a directory or an id",
                     code="is-missing",
@@ -406,13 +403,14 @@ class _Reading:
             self.put("actor_config.fsdp.sharding_strategy", strategy_path, value="SHARD_GRAD_OP")
         if 0 < num_shards < ranks:
             if ranks % num_shards:
-                violation = Violation(
-                    _full(path),
-                    f"{num_shards} does not divide {ranks} ranks",
-                    "Use a divisor, or -1",
-                    code="not-divisible",
+                self.violations.append(
+                    Violation(
+                        _full(path),
+                        f"{num_shards} does not divide {ranks} ranks",
+                        "Use a divisor, or -1",
+                        code="not-divisible",
+                    )
                 )
-                self.violations.append(violation)
             if not keeps_gathered:
                 self.put("actor_config.fsdp.sharding_strategy", path, value="HYBRID_SHARD")
             # 8 ranks with fsdp_size 4 are 2 replicas.

@@ -153,15 +153,15 @@ def _log_probs(checkpoint: str, tokens: list[list[int]], dtype: str) -> numpy.nd
     model_class = getattr(transformers, table.architecture)
     config_class = model_class.config_class
     config = config_class.from_dict({**values, "model_type": config_class.model_type})
-    # Implementations other than eager ignore features that they lack, such as Gemma-2's soft caps.
-    options = {
-        "config": config,
-        "dtype": getattr(torch, dtype),
-        "attn_implementation": "eager",
-    }
-    model = model_class.from_pretrained(checkpoint, **options).eval()
+    model = model_class.from_pretrained(
+        checkpoint,
+        config=config,
+        dtype=getattr(torch, dtype),
+        # Others ignore features that they lack, such as Gemma-2's soft caps.
+        attn_implementation="eager",
+    )
     with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.float().log_softmax(-1).numpy()
+        return model.eval()(torch.tensor(tokens)).logits.float().log_softmax(-1).numpy()
 
 
 if __name__ == "__main__":
