@@ -149,7 +149,6 @@ def pack(
 
     Raises BatchError as `build_batch`, and if no token was sampled.
     """
-    _require_count(multiple_of)
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
     lengths = torch.tensor([sample.length for sample in samples])
     # no wider than needed, because there is a row for each sequence
@@ -182,7 +181,8 @@ def pack_rows(
     Raises BatchError for rows of several sequences, keys that do not define them as
     `worker.update` requires, and tensors of another shape.
     """
-    _require_count(multiple_of)
+    remedy = "Pass a number of rows, at least 1"
+    require_none(required_whole(multiple_of, "multiple_of", remedy, least=1), BatchError)
     require_none(image_violations(batch, "pack_rows takes rows of text alone"), BatchError)
     keys = {name: tensor for name, tensor in batch.items() if name in ("tokens", *KEYS)}
     require_none(shape_violations(keys, ["tokens"]), BatchError)
@@ -234,11 +234,6 @@ def pack_rows(
             # The mean over rows divides by `num_rows` where it divided by `num_sequences`.
             packed[name] = packed[name] * (num_rows / num_sequences)
     return PackedRows(packed, tuple(places), sources, width)
-
-
-def _require_count(multiple_of: int) -> None:
-    remedy = "Pass a number of rows, at least 1"
-    require_none(required_whole(multiple_of, "multiple_of", remedy, least=1), BatchError)
 
 
 def _column_violations(columns: Tensors, num_rows: int, width: int) -> Violations:
