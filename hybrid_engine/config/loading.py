@@ -185,7 +185,7 @@ def _number_of_ranks(world_size: object) -> int:
         # Not more digits than a size can have: int() of a long text is slow.
         is_number = variable.isascii() and variable.isdigit() and len(variable) < 20
         size = int(variable) if is_number else variable
-    if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:
+    if type(size) is int and 1 <= size <= LARGEST_SIZE:
         return size
     raise ConfigError.of(
         "world_size",

@@ -275,7 +275,7 @@ class _Reading:
     def size(self, path: str, default: int) -> int:
         """Return the number at a path; `default` with a violation if it is not a number."""
         value = self.get(path, default)
-        if isinstance(value, int) and not isinstance(value, bool):
+        if type(value) is int:
             return value
         self._refuse(path, f"{shortened(value)} is not a number", "Use a whole number")
         return default

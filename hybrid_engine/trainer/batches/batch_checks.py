@@ -112,13 +112,12 @@ def _violations(
             "rank passes its own part",
             code="unknown-value",
         )
-    # `object`, because a caller may pass anything
-    top_k: object = outputs.top_k
-    is_whole = isinstance(top_k, int) and not isinstance(top_k, bool)
-    if not (is_whole and 0 <= outputs.top_k <= limits.vocab_size):
+    # a caller may pass anything; a bool is an int as well
+    if not (type(outputs.top_k) is int and 0 <= outputs.top_k <= limits.vocab_size):
         yield Violation(
             "top_k",
-            f"{shortened(top_k)} is not between 0 and the vocabulary size {limits.vocab_size}",
+            f"{shortened(outputs.top_k)} is not between 0 and the vocabulary size "
+            f"{limits.vocab_size}",
             "Pass the number of tokens to report, or 0 for none",
             code="out-of-range",
         )
