@@ -159,6 +159,7 @@ class TraceFile:
         lines = _lines(events)
         if lines:
             with self.path.open("r+b") as file:
+                # Over the end of the list, so that the file is valid JSON after every switch.
                 file.seek(-len(_END), os.SEEK_END)
                 file.write(b"," + lines + _END)
 
@@ -234,6 +235,7 @@ class Timeline:
 
 def sorted_events(recording: Recording, rank: int) -> Iterator[Event]:
     """Yield the events by time; a span precedes the spans inside it."""
+    # Spans are recorded at their ends, so inner ones precede those around them.
     for event in sorted(recording.events, key=lambda event: (event["ts"], -event.get("dur", 0))):
         yield {**event, "pid": rank}
     if recording.num_dropped:

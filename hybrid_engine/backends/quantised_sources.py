@@ -107,6 +107,7 @@ class QuantisedSources:
             name: [self._by_blocks(part, device) for part in parts]
             for name, parts in scales.items()
         }
+        # Weights that are stored in the format: their scales alone are computed, by copies.
         for part in chain(*scales.values()):
             region = self._format.scales_of(part.region)
             dtype = getattr(torch, self._format.scale)

@@ -241,6 +241,7 @@ class WholeTensors(TrainingWeights):
             self._flat.setdefault(buffer.name, flat_storage_of(part))
             self._places[name] = Place(buffer, int(part.storage_offset()), tuple(part.stride()))
             tensor.data = part
+        # The fingerprint is of modules, so tensors without one get a module as its buffers.
         holder = torch.nn.Module()
         vars(holder)["_buffers"].update(self.tensors)
         self.fingerprint = Fingerprint(models or [holder])
@@ -308,6 +309,7 @@ def elastic_parts(shapes: Sequence[torch.Tensor], device: torch.device) -> list[
         indices = [index for index, tensor in enumerate(shapes) if tensor.dtype is dtype]
         step = _ALIGNMENT // dtype.itemsize
         sizes = [round_up(shapes[index].numel(), step) for index in indices]
+        # Sizes 16, 8 and 24 give starts 0, 16 and 24, and 48 elements.
         *starts, end = accumulate(sizes, initial=0)
         flat = allocate_elastic(end, dtype, device, "param")
         for index, start in zip(indices, starts, strict=True):

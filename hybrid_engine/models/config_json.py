@@ -88,10 +88,6 @@ and work that is proportional to them from taking long.
 _BOUNDS_OF = {key: bounds for bounds, keys in _BOUNDS.items() for key in keys}
 
 
-def _no_relations(config: Any) -> Violations:
-    return iter(())
-
-
 @dataclass(frozen=True)
 class ConfigClass:
     """transformers' class of a config, and what a family's table knows beside it.
@@ -110,7 +106,7 @@ class ConfigClass:
     implied: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     rotates_part: bool = False
-    relations: Callable[[Any], Violations] = _no_relations
+    relations: Callable[[Any], Violations] = lambda _: iter(())
 
     @property
     def loaded(self) -> Any:

@@ -110,6 +110,7 @@ def samples_of(
         for completion in group:
             total, advantage, *rewards = next(figures)
             by_name = dict(zip(scores.by_name, rewards, strict=True))
+            # Of tokens of several versions the first one's.
             drawn = next(iter(getattr(completion, "versions", ())), version)
             samples.append(ScoredCompletion(prompt, completion, total, by_name, advantage, drawn))
     return samples
@@ -150,6 +151,7 @@ def samples_table(samples: Sequence[ScoredCompletion], num_prompts: int, most: i
     """Return a table of `most` completions: the first of each prompt, then the second of each."""
     num_samples = len(samples) // num_prompts
     table = Table("reward", "end", "prompt", "completion", show_lines=True)
+    # Of prompts a and b with two samples each: a1, b1, a2, b2.
     mixed = [sample for first in range(num_samples) for sample in samples[first::num_samples]]
     for sample in mixed[:most]:
         cells = (

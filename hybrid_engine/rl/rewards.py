@@ -166,6 +166,7 @@ class RewardFunctions:
             for name, function in self._functions.items():
                 local |= self._on_rank(name, function, samples, job)
         of_ranks = job.agreement.gather(local, dict[str, list[float]], "reward")
+        # Ranks hold consecutive completions, so theirs follow each other by rank.
         shape = (len(groups), -1)
         # In float64, in which no product and no sum of bounded rewards overflows.
         rewards = {
@@ -427,6 +428,7 @@ def equal_expression(prompt: Mapping[str, Any], completion: Any) -> float:
         )
     with needing_package("the reward math needs math-verify: pip install '.[data]'"):
         from math_verify import parse, verify
+    # GSM8K's answers have their derivation before the mark.
     answer = str(prompt["answer"]).rpartition(_MARK)[2].strip()
     expected = parse(f"${answer}$", parsing_timeout=_TIMEOUT_SECONDS)
     drawn = parse(completion.text, parsing_timeout=_TIMEOUT_SECONDS)

@@ -524,7 +524,10 @@ class Lock(io.FileIO):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "r+", opener=_open_lock)
+        # Not through a link, which could lead to a file of the user; and without blocking, because
+        # opening a pipe could wait forever.
+        flags = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        super().__init__(path, "r+", opener=lambda name, mode: os.open(name, mode | flags, 0o666))
         _LOCKS.add(self)
         if not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
             self.close()
@@ -550,12 +553,6 @@ class Lock(io.FileIO):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _open_lock(path: str, flags: int) -> int:
-    # Not through a link, which could lead to a file of the user; and without blocking, because
-    # opening a pipe could wait forever.
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 _LOCKS: WeakSet[Lock] = WeakSet()

@@ -65,6 +65,7 @@ def completion_figures(batch: Batch, groups: Groups, scores: Scores) -> Figures:
     num_turns = [len(item.turns) for item in completions if isinstance(item, Conversation)]
     if num_turns:
         figures["turns"] = fmean(num_turns)
+    # The largest shows an error of one token, the mean a small one of all.
     figures["logprob_diff"] = log_prob_error.max().item()
     figures["logprob_diff_mean"] = log_prob_error.mean().item()
     figures["logprob_equal"] = (log_prob_error == 0).float().mean().item()

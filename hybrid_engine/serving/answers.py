@@ -191,6 +191,7 @@ def _has_weights(choice: Choice, wanted: DrawnWith) -> bool:
     # Any version of the job will do, but each token must have one.
     spans = drawn.spans or []
     ends = [0, *(end for _, _, end in spans)]
+    # [0, 3) and [3, 8) of 8 tokens: ends 0, 3, 8 are the starts 0, 3, and the number of tokens.
     is_whole = ends == [*(start for _, start, _ in spans), len(choice.token_ids)]
     are_numbers = all(version.isdecimal() for version, _, _ in spans)
     return are_numbers and is_whole and ends == sorted(ends)

@@ -144,6 +144,7 @@ def boxes_between(
     # Rows of 4 at a step of 10 in [12, 30): row 2 is whole (low 2, high 3), row 1 has its last two.
     dim = max(range(len(lengths)), key=lambda dim: (lengths[dim] > 1, strides[dim]))
     step = strides[dim]
+    # How far one step along this dim reaches, by the other dims.
     rest = reach - (lengths[dim] - 1) * step
     low = max(-((first - start) // step), 0)
     high = min((stop - 1 - rest - first) // step + 1, lengths[dim])
@@ -182,6 +183,7 @@ def add_boxes(
                 key.format(region.tensor), Boxes(shapes[region.tensor], flat.dtype)
             )
             whole = tuple(map(sum, zip(region.offsets, offsets, strict=True)))
+            # Places count from the weight's first element, views from that of the storage.
             offset = int(flat.storage_offset()) + first - start
             boxes.views[whole] = flat.as_strided(lengths, place.strides, offset)
 
@@ -194,6 +196,7 @@ def add_parts(entries: Entries, key: str, weight: Weight, values: torch.Tensor) 
     flat = flat_part(values)
     runs = [shard.place.extent(shard.region.lengths) for shard in weight.shards]
     for number, gap in enumerate(gaps(flat_part(weight.tensor).numel(), runs)):
+        # Of the flat values an optimizer may step on a part, which may begin within the run.
         first = max(gap.start - weight.start, 0)
         last = min(gap.stop - weight.start, flat.numel())
         if first < last:

@@ -478,6 +478,7 @@ def _groups_of(weights: Sequence[Weight], of_rank: str) -> Iterator[_Group]:
 def _restore_groups(weights: Sequence[Weight], saved: Sequence[_Group], of_rank: str) -> None:
     by_name = {name: settings for settings, names in saved for name in names}
     by_identity = {_identity(settings): settings for settings, _ in saved}
+    # In the order of the optimizers' groups.
     live = _groups_of(weights, of_rank)
     groups = (group for optimizer in _optimizers(weights) for group in optimizer.param_groups)
     for group, (settings, names) in zip(groups, live, strict=True):

@@ -46,7 +46,6 @@ _SLOW = (
     "hybrid_engine/planning/test_one_planner.py",
     "hybrid_engine/ranks/test_forks.py",
     "hybrid_engine/switch/test_interrupts.py",
-    "hybrid_engine/tools/verify/test_golden.py",
     "offline",
 )
 """Files and folders below tests/ marked `slow`: heavy imports at the top, or slow tests."""

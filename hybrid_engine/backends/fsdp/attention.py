@@ -192,6 +192,7 @@ def _rotary_of(
     except Exception as error:
         logger.info("%s cannot be read: %s", call.module, error)
         return None
+    # [positions, elements], or [positions, pairs].
     cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
     size = cos.shape[1]
     # Most have an entry for both elements of a pair: in halves, or side by side.

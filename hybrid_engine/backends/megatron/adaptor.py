@@ -85,15 +85,16 @@ class MegatronAdaptor(AdaptorWithSources):
     @property
     def merged(self) -> MegatronAdaptor:
         """The same model with LoRA added, from which a checkpoint is written."""
-        return self._with_lora("merged")
+        if self.lora == "merged":
+            return self.without_view()
+        return MegatronAdaptor(self.model, "merged")
 
     @property
     def separate(self) -> MegatronAdaptor:
         """The same model with LoRA beside the weights, from which adapters are written."""
-        return self._with_lora("separate")
-
-    def _with_lora(self, lora: LoraView) -> MegatronAdaptor:
-        return self.without_view() if self.lora == lora else MegatronAdaptor(self.model, lora)
+        if self.lora == "separate":
+            return self.without_view()
+        return MegatronAdaptor(self.model, "separate")
 
     def without_view(self) -> MegatronAdaptor:
         if not self.sent_as_stored:

@@ -159,9 +159,7 @@ def quantised_at_position(
     def quantised_modules(model: torch.nn.Module) -> set[str]:
         return {name for name, module in model.named_modules() if is_quantised(module)}
 
-    def matrices(model: torch.nn.Module) -> dict[str, list[list[str]]]:
-        return matrices_of_modules(model, tensors, torch_dtypes)
-
+    matrices = partial(matrices_of_modules, tensors=tensors, dtypes=torch_dtypes)
     remedy = "Use other parallel sizes, or set generate_config.quantization to none"
     modules = _read_at(position, settings, quantised_modules, remedy, job)
     weights = _read_at(position, plain, matrices, remedy, job)

@@ -125,6 +125,7 @@ def compare(
         if place in compared:
             continue
         compared.add(place)
+        # Ties of a cold engine that this one had before the weights were loaded.
         ties = aliases_cold.get(path, set()) & aliases_before.get(path, set())
         difference = difference_of_tensor(
             path,
@@ -136,6 +137,7 @@ def compare(
         if difference is not None:
             differences.append(difference)
     logprobs, share = _distance(cold.logprobs, after.logprobs)
+    # The cause is in what cannot be read, such as copies within a kernel's own memory.
     if share and not differences:
         differences = [StateDifference("log-probabilities", Cause.UNTRACKED, logprobs, share)]
     status = "differs" if differences else "equal"
@@ -170,6 +172,7 @@ def difference_of_tensor(
         elif not (wrong & changed).any():
             cause = Cause.STALE if "._parameters." in path else Cause.UNDERIVED
     if cause is Cause.CORRUPT:
+        # Kernels read weights in an order of their own, into which a loader must bring them.
         sorted_cold = _bits(cold).sort().values
         sorted_after = _bits(after).sort().values
         if torch.equal(sorted_cold, sorted_after):
@@ -211,5 +214,6 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
     share = wrong.double().mean().item()
     if not wrong.any():
         return 0.0, share
+    # Of two infinities the difference is NaN.
     gaps = (left.reshape(-1)[wrong].double() - right.reshape(-1)[wrong].double()).abs()
     return gaps.nan_to_num(float("inf"), float("inf")).max().item(), share

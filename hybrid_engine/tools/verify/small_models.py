@@ -198,6 +198,7 @@ def _reduced_tower(config: HfConfig, text_width: int) -> dict[str, Any]:
 def _reduced(size: int, least: int, multiple: int, divisors: Sequence[int]) -> int:
     """Return the smallest value from `least` on, at most `size`, that keeps `size`'s divisors."""
     kept = [divisor for divisor in divisors if size % divisor == 0]
+    # 1,536 of which TP=6 divides, from 192 on in multiples of 64: 192 itself, as 6 divides it.
     unit = math.lcm(multiple, *kept)
     return min(size, -(-least // unit) * unit)
 
@@ -225,6 +226,7 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
                 kv_heads * queries % tp == 0 and 0 in (kv_heads % tp, tp % kv_heads)
                 for tp in tp_sizes
             ):
+                # The nearest number of key/value heads counts first.
                 distance = (abs(4 - kv_heads), abs(2 - queries))
                 choices.append((distance, kv_heads, queries))
     # Without a choice, the check of the configuration has the reason.
@@ -252,5 +254,6 @@ def _with_sections_of(rotary: Mapping[str, Any]) -> dict[str, Any]:
     sections = rotary["mrope_section"]
     num_pairs = int(HEAD_DIM * rotary.get("partial_rotary_factor", 1.0)) // 2
     scaled = [section * num_pairs // sum(sections) for section in sections]
+    # What rounding leaves over goes to time.
     scaled[0] += num_pairs - sum(scaled)
     return {**rotary, "mrope_section": scaled}

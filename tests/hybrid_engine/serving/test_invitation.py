@@ -196,8 +196,9 @@ def test_trainers_end_with_their_process(
         orphans.send("end")
 
 
-def test_trainers_have_ended_once_the_rendezvous_is_closed(place: Rendezvous) -> None:
-    invitation = invitation_to(place)
+def test_an_invitation_sets_its_address_and_ends_with_the_rendezvous(place: Rendezvous) -> None:
+    invitation = invitation_to(place, address=LOOPBACK)
+    assert invitation.world(0).address == LOOPBACK
     place.close()
     assert invitation.has_ended()
 
@@ -280,10 +281,6 @@ def test_ranks_listen_at_the_address_that_reaches_the_store(
     # Linux connects to any loopback address from 127.0.0.1.
     assert invitation_to(place).signed().world(0).address == "127.0.0.1"
     monkeypatch.delenv(TOKEN)
-
-
-def test_the_invitation_sets_the_address_on_one_host(place: Rendezvous) -> None:
-    assert invitation_to(place, address=LOOPBACK).world(0).address == LOOPBACK
 
 
 @pytest.mark.parametrize(

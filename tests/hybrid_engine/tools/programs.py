@@ -59,9 +59,9 @@ def invoke(*words: object, status: int | None = 0) -> Result:
 def run_forked(
     engines: Ranks,
     main: Callable[[str, str], list[Verdict]],
+    directory: Path,
     cases: Sequence[Case],
     num_ranks: int,
-    directory: Path,
 ) -> list[Verdict]:
     """Run `main`, a form of `verify.main`, on ranks that have imported both engines."""
     job = directory / "cases.json"

@@ -83,6 +83,7 @@ def _labelled(
     answer: Function, serving: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     response = answer(serving, final_res_batch, request, *args, **kwargs)
+    # The order of a response's choices: all outputs of the first prompt, then of the second.
     outputs = [output for result in final_res_batch for output in result.outputs]
     for choice, output in zip(response.choices, outputs, strict=True):
         for name, value in drawn_with(output, request.vllm_xargs).items():
@@ -164,6 +165,7 @@ async def _body(receive: _Receive) -> bytes | None:
 def _is_proven(scope: _Scope, body: bytes) -> bool:
     proof = dict(scope["headers"]).get(PROOF_HEADER.lower().encode(), b"")
     query = scope.get("query_string", b"")
+    # As the client wrote it: the decoded path may be that of another request.
     target = scope["raw_path"] + (b"?" + query if query else b"")
     expected = proof_of_request(scope["method"], target.decode("latin-1"), body)
     return hmac.compare_digest(proof, expected.encode())

@@ -66,7 +66,7 @@ def cases_of(layouts: dict[str, Values], directory: Path) -> list[Case]:
 
 
 def verdicts_of(cases: list[Case], directory: Path, engines: Ranks) -> list[Verdict]:
-    verdicts = run_forked(engines, verify_derived, cases, 2, directory)
+    verdicts = run_forked(engines, verify_derived, directory, cases, 2)
     assert [verdict.faults for verdict in verdicts] == [[]] * len(cases)
     return verdicts
 

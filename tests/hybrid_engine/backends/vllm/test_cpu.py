@@ -8,6 +8,7 @@ import math
 import mmap
 import weakref
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,9 @@ def test_a_switch_touches_no_new_page() -> None:
         sides.memory.restore(sides.live.values())
 
 
+INTERRUPT = mock.Mock(side_effect=KeyboardInterrupt)
+
+
 def test_an_interrupted_call_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 8 * mmap.PAGESIZE
     sides = Sides([size], [size])
@@ -205,21 +209,17 @@ def test_an_interrupted_call_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     sides.memory.free(sides.live)
     (buffer,) = sides.buffers
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(HostMemory, "_permit", interrupt)
+        patch.setattr(HostMemory, "_permit", INTERRUPT)
         buffer.restore()
     assert not buffer.resident_nbytes()
     sides.train(2)
     sides.infer(3)
     leave = PoolPiece.leave
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PoolPiece, "leave", lambda *of: interrupt(leave(*of)))
+        patch.setattr(PoolPiece, "leave", lambda *of: INTERRUPT(leave(*of)))
         sides.memory.close()
     sides.memory.close()
-    assert bool((sides.live["0"] == 3).all())
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    assert sides.live["0"].eq(3).all()
 
 
 @pytest.mark.slow  # takes 4 GiB

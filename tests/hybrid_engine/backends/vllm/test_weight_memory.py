@@ -153,14 +153,17 @@ def test_the_kv_cache_is_freed_while_weights_stay(vllm: SleepingVllm, memory: Sl
         assert vllm.asleep() == []
 
 
+INTERRUPT = mock.Mock(side_effect=KeyboardInterrupt)
+
+
 @pytest.mark.slow
 def test_the_next_call_completes_one_that_failed(
     vllm: SleepingVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = SleepMode(lambda: vllm.worker, resume=interrupt)
+    memory = SleepMode(lambda: vllm.worker, resume=INTERRUPT)
     for step in ("sleep", "of"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(weight_memory.SleepingSegments, step, interrupt)
+            patch.setattr(weight_memory.SleepingSegments, step, INTERRUPT)
             memory.free(vllm.live)
     memory.free(vllm.live)
     assert vllm.asleep() == ALL
@@ -169,10 +172,6 @@ def test_the_next_call_completes_one_that_failed(
         memory.wake_kv_cache()
     memory.free(vllm.live)
     assert vllm.asleep() == ALL
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

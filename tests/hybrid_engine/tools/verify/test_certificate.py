@@ -64,7 +64,7 @@ def test_causes(
 
 def test_the_size_of_a_difference() -> None:
     cold = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    for last, size in ((4.25, 0.5), (NAN, math.inf), (-math.inf, math.inf)):
+    for last, size in ((4.25, 0.5), (NAN, math.inf), (math.inf, math.inf)):
         after = torch.tensor([1.0, 2.5, 3.0, last])
         difference = difference_of_tensor(WEIGHT, cold, cold + 1, after)
         assert difference == StateDifference("a.weight", Cause.CORRUPT, size, 0.5)

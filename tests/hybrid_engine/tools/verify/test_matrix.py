@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.layouts.parallelism import ShardedParallelism
-from hybrid_engine.tools.verify.cases import Case
 from hybrid_engine.tools.verify.comparison import NUM_SWITCHES, Verdict
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.tools.programs import run_forked
@@ -76,13 +75,9 @@ def test_every_cell_is_a_valid_configuration(combination: Combination, tmp_path:
 @pytest.fixture(scope="module")
 def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     directory = tmp_path_factory.mktemp("matrix")
-
-    def run_cases(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
-        return run_forked(engines, golden.main, cases, num_ranks, directory)
-
-    return {
-        cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_cases)
-    }
+    run_cases = partial(run_forked, engines, golden.main, directory)
+    verdicts = run(list(IN_SUITE.values()), directory, run_cases)
+    return {cell.name: verdict for cell, verdict in verdicts}
 
 
 @pytest.mark.engines
