@@ -248,7 +248,10 @@ def build_inference_engine(
 
 
 def quantised_table(
-    config: HybridConfig, weights: TrainingWeights, table: ModelTable, job: Job
+    config: HybridConfig,
+    weights: TrainingWeights,
+    table: ModelTable,
+    job: Job,
 ) -> ModelTable:
     """Have `weights` quantised before they are sent, if the configuration asks for it. Collective.
 

@@ -242,7 +242,8 @@ class ArgumentError(ConfigError):
 
 
 def require_none(
-    violations: Iterable[Violation], kind: type[_ViolationsError] = ConfigError
+    violations: Iterable[Violation],
+    kind: type[_ViolationsError] = ConfigError,
 ) -> None:
     """Raise an error of this kind with these violations, if there are any."""
     every = [*violations]

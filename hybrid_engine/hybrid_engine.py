@@ -153,14 +153,24 @@ class HybridEngine:
                         shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
                     delivery = config.generate_config.lora_delivery
                     train = ShardedModel(
-                        model, table, job.rank, lora_delivery=delivery, is_whole=is_whole
+                        model,
+                        table,
+                        job.rank,
+                        lora_delivery=delivery,
+                        is_whole=is_whole,
                     )
                     # Runs after its state has returned to the device.
                     owner.callback(train.close)
                 job.built("model ready")
                 lora = train.weights.lora
                 self._add_inference(
-                    train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir
+                    train,
+                    config,
+                    table,
+                    job,
+                    owner,
+                    lora=lora,
+                    tokenizer_dir=tokenizer_dir,
                 )
             self.take_over(owner)
 
@@ -192,7 +202,12 @@ class HybridEngine:
 
     @classmethod
     def beside(
-        cls, train: Trainer, config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack
+        cls,
+        train: Trainer,
+        config: HybridConfig,
+        table: ModelTable,
+        job: Job,
+        owner: ExitStack,
     ) -> HybridEngine:
         """Return an engine in an existing job; see `_add_inference`."""
         engine = cls.__new__(cls)
@@ -235,7 +250,13 @@ class HybridEngine:
                 # loads.
                 trainer.attention()
         inference, self._sharding = inference_side(config).build(
-            train, offloader, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir
+            train,
+            offloader,
+            table,
+            job,
+            owner,
+            lora=lora,
+            tokenizer_dir=tokenizer_dir,
         )
         self.ends = Ends()
         self.colocated_models: WeakSet[ColocatedModel] = WeakSet()
@@ -369,7 +390,11 @@ class HybridEngine:
         self.train.reload_main_params()
 
     def save_hf_checkpoint(
-        self, path: str | Path, dtype: str | torch.dtype | None = None, *, check_nan: bool = True
+        self,
+        path: str | Path,
+        dtype: str | torch.dtype | None = None,
+        *,
+        check_nan: bool = True,
     ) -> None:
         """Write the weights, adapters merged, as a Hugging Face checkpoint. In `train_context`.
 

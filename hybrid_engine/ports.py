@@ -247,7 +247,9 @@ class InferenceWeights(WeightAdaptor, Protocol):
         return ()
 
     def proving(
-        self, tensors: Collection[str], unproven: Callable[[str], None]
+        self,
+        tensors: Collection[str],
+        unproven: Callable[[str], None],
     ) -> AbstractContextManager[None]:
         """Return a context in which the engine proves that it holds the bytes that were filled.
 

@@ -107,7 +107,9 @@ def count(name: str, **values: int) -> None:
 
 @contextmanager
 def _timed(
-    recording: Recording, name: str, arguments: dict[str, int | float | str]
+    recording: Recording,
+    name: str,
+    arguments: dict[str, int | float | str],
 ) -> Iterator[None]:
     from torch.profiler import record_function
 
@@ -120,7 +122,12 @@ def _timed(
         raise
     finally:
         recording.add(
-            ph="X", name=name, ts=start, dur=microseconds() - start, tid=0, args=arguments
+            ph="X",
+            name=name,
+            ts=start,
+            dur=microseconds() - start,
+            tid=0,
+            args=arguments,
         )
 
 

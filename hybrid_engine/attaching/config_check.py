@@ -160,7 +160,9 @@ def model_mismatches(
 
 
 def vocabulary_mismatches(
-    table: ModelTable, args: Namespace, names: SettingNames = FLAGS
+    table: ModelTable,
+    args: Namespace,
+    names: SettingNames = FLAGS,
 ) -> list[Violation]:
     """Return a violation if Megatron's padded vocabulary is smaller than the model's.
 
@@ -199,7 +201,11 @@ def _sizes(table: ModelTable, config: Any, names: SettingNames, source: str) -> 
 
 
 def _layers(
-    table: ModelTable, config: Any, has_pattern: bool, names: SettingNames, source: str
+    table: ModelTable,
+    config: Any,
+    has_pattern: bool,
+    names: SettingNames,
+    source: str,
 ) -> Violations:
     """Yield fields of layers that differ from those that megatron-core derives from the table."""
     from hybrid_engine.backends.megatron.megatron_config import described_config
@@ -224,7 +230,11 @@ def _layers(
 
 
 def _latent_attention(
-    table: ModelTable, args: Namespace, config: Any, names: SettingNames, source: str
+    table: ModelTable,
+    args: Namespace,
+    config: Any,
+    names: SettingNames,
+    source: str,
 ) -> Violations:
     """Yield differences in the scale and the rotary frequencies of latent attention.
 
@@ -390,7 +400,9 @@ def _rotary(table: ModelTable, args: Namespace, names: SettingNames) -> Violatio
 
 
 def _rotary_arguments(
-    scaling: RotaryScaling | None, args: Namespace, names: SettingNames
+    scaling: RotaryScaling | None,
+    args: Namespace,
+    names: SettingNames,
 ) -> Violations:
     """Yield differences between the config's rotary scaling and Megatron's arguments for it.
 
@@ -453,7 +465,10 @@ def _beyond(computation: str) -> Violation:
 
 
 def _mismatch(
-    key: str, actual: Any, expected: Any, source: str = "the Hugging Face config"
+    key: str,
+    actual: Any,
+    expected: Any,
+    source: str = "the Hugging Face config",
 ) -> Violation:
     return Violation(
         key,

@@ -33,7 +33,9 @@ def tensor_scale(largest: torch.Tensor, form: BlockFormat, scale: TensorScale) -
 
 
 def block_scales(
-    largest: torch.Tensor, form: BlockFormat, of_tensor: torch.Tensor | None
+    largest: torch.Tensor,
+    form: BlockFormat,
+    of_tensor: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the stored scales of blocks, and the divisors of their elements in float32.
 

@@ -170,7 +170,8 @@ class AdaptorWithSources(TrainingWeights, ABC):
         """Yield (name in messages, elements on this rank) of every tensor whose values count."""
 
     def stored_scales(
-        self, quantization: BlockQuantization
+        self,
+        quantization: BlockQuantization,
     ) -> Mapping[str, Sequence[StoredScales]]:
         """Return the weights that the trainer keeps in this format on this rank; default: none.
 

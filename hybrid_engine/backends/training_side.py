@@ -129,7 +129,8 @@ class GuardedState(GuardedTrainer):
 
 
 def steps_before(
-    optimizer: torch.optim.Optimizer, counts: Mapping[torch.optim.Optimizer, int]
+    optimizer: torch.optim.Optimizer,
+    counts: Mapping[torch.optim.Optimizer, int],
 ) -> int:
     """Return the number of steps that a new optimizer continues from.
 
@@ -375,7 +376,10 @@ def layout_in(
         padding = gaps(flat.numel(), runs.get(name, ()))
         is_exported = exported_buffer_of(flat) is not None
         records[BufferId(rank, name)] = Buffer(
-            flat.numel(), dtype_name(flat), padding=padding, exported=is_exported
+            flat.numel(),
+            dtype_name(flat),
+            padding=padding,
+            exported=is_exported,
         )
     return Layout(shapes, records, tuple(shards))
 
@@ -391,7 +395,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def read_parts(
-    buffers: FlatBuffers, unread: Mapping[str, Sequence[Extent]]
+    buffers: FlatBuffers,
+    unread: Mapping[str, Sequence[Extent]],
 ) -> Iterator[torch.Tensor]:
     """Yield the parts of buffers outside the intervals `unread`."""
     for name, flat in buffers.items():
@@ -400,7 +405,8 @@ def read_parts(
 
 
 def require_usable_values(
-    buffers: Iterable[torch.Tensor], parameters: Callable[[], Iterable[NamedTensor]]
+    buffers: Iterable[torch.Tensor],
+    parameters: Callable[[], Iterable[NamedTensor]],
 ) -> None:
     """Raise WeightError listing every parameter that holds a NaN or an infinity.
 

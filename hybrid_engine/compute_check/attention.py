@@ -42,7 +42,10 @@ class Rotary:
 
     @classmethod
     def of_frequencies(
-        cls, frequencies: torch.Tensor, scale: float = 1.0, positions: Sequence[int] = POSITIONS
+        cls,
+        frequencies: torch.Tensor,
+        scale: float = 1.0,
+        positions: Sequence[int] = POSITIONS,
     ) -> Rotary:
         """Return a rotation by constant frequencies [pairs], in radians per token."""
         angles = torch.outer(
@@ -52,7 +55,11 @@ class Rotary:
 
     @classmethod
     def of_rotated(
-        cls, cos: torch.Tensor, sin: torch.Tensor, positions: Sequence[int], scale: float = 1.0
+        cls,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: Sequence[int],
+        scale: float = 1.0,
     ) -> Rotary:
         """Return the rotation that turns vectors (1, 0) into vectors (cos, sin).
 
@@ -221,7 +228,9 @@ def _numbers(side: Iterable[AlikeLayers]) -> dict[Attention, set[int]]:
 
 
 def differences(
-    first: Attention, second: Attention, max_length: int | None = None
+    first: Attention,
+    second: Attention,
+    max_length: int | None = None,
 ) -> Iterator[Difference]:
     """Yield the differences of two layers that exceed rounding."""
 

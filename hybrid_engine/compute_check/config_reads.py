@@ -127,7 +127,9 @@ def _add(reads: dict[str, Read], key: str, read: Read) -> None:
 
 
 def one_sided(
-    trainer: Reads | None, inference: Reads | None, scales_positions: bool
+    trainer: Reads | None,
+    inference: Reads | None,
+    scales_positions: bool,
 ) -> tuple[list[Violation], list[str]]:
     """Return violations for limits that one side alone reads, and texts about its other keys.
 
@@ -276,7 +278,11 @@ class ReadRecorder:
         return _converted(values, section)
 
     def _note_frame(
-        self, key: str, value: Any, frame: FrameType, without: Callable[[], Any]
+        self,
+        key: str,
+        value: Any,
+        frame: FrameType,
+        without: Callable[[], Any],
     ) -> None:
         """Record a read by a frame; `without` returns what it would read without the key."""
         known = self.reads.get(key)

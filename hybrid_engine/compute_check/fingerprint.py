@@ -232,7 +232,10 @@ class Fingerprint:
         return seen, dict(zip(unsent, box_digests(unsent.values()), strict=True))
 
     def _properties(
-        self, owner: str, attributes: Mapping[str, object], tensors: TensorDict
+        self,
+        owner: str,
+        attributes: Mapping[str, object],
+        tensors: TensorDict,
     ) -> dict[str, object]:
         """Return the compared attributes of a module or config, and add tensors to `tensors`."""
         names = tuple(attributes)

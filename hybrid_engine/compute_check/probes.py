@@ -152,7 +152,9 @@ def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
 
 
 def following_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    vocab_size: int,
 ) -> torch.Tensor:
     """Return log-probabilities [B, L - 1] float32 of all `tokens` [B, L] but the first.
 

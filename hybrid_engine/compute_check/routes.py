@@ -53,7 +53,11 @@ class RouteWatch(TorchFunctionMode):
         self.routes: list[LayerRoutes] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk) and self._num_experts:
@@ -65,7 +69,9 @@ class RouteWatch(TorchFunctionMode):
 
 
 def misrouted(
-    trained: Sequence[LayerRoutes], served: Sequence[LayerRoutes], tolerance: float
+    trained: Sequence[LayerRoutes],
+    served: Sequence[LayerRoutes],
+    tolerance: float,
 ) -> list[float]:
     """Return the share of misrouted tokens of each layer; none if the layers do not correspond.
 

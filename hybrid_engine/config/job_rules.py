@@ -186,7 +186,9 @@ def _critic_key(key: str) -> str:
 
 
 def memory_plan(
-    config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+    config: HybridConfig,
+    world_size: int,
+    num_mtp_layers: int | None = None,
 ) -> MemoryPlan:
     """Plan the device memory of each phase of a job.
 
@@ -221,7 +223,9 @@ def memory_plan(
 
 
 def memory_violations(
-    config: HybridConfig, world_size: int, num_mtp_layers: int | None
+    config: HybridConfig,
+    world_size: int,
+    num_mtp_layers: int | None,
 ) -> Violations:
     """Yield the phases over the budget of a configuration that satisfies all other rules."""
     budget_gib = config.device_budget_gib
@@ -288,7 +292,9 @@ def _not_planned(config: HybridConfig) -> Violations:
 
 
 def megatron_training(
-    actor: ActorConfig, table: ModelTable, world_size: int
+    actor: ActorConfig,
+    table: ModelTable,
+    world_size: int,
 ) -> tuple[SideLayout, TrainingMemory]:
     """Return layout and memory of Megatron's ranks with the layer spec of Transformer Engine.
 

@@ -149,7 +149,8 @@ def load_config(
 
 
 def _parsed_config(
-    values: Mapping[str, Any], directory: Path | None
+    values: Mapping[str, Any],
+    directory: Path | None,
 ) -> tuple[HybridConfig, dict[str, Path]]:
     """Return the configuration in `values` and its models' directories by key.
 
@@ -229,7 +230,10 @@ def find_violations(
     try:
         context = JobContext.of(config, world_size, num_mtp_layers)
         violations = broken_rules(
-            context, weights_only=weights_only, own_loop=own_loop, own_weights=own_weights
+            context,
+            weights_only=weights_only,
+            own_loop=own_loop,
+            own_weights=own_weights,
         )
         if not violations and config.critic_config is not None:
             violations = critic_violations(critic_of(config, world_size))
@@ -463,7 +467,9 @@ def _shown(path: Place, parent: Place, prefix: str) -> str:
 
 
 def violations_of(
-    error: pydantic.ValidationError, root: type[Section], prefix: str = ""
+    error: pydantic.ValidationError,
+    root: type[Section],
+    prefix: str = "",
 ) -> list[Violation]:
     """Convert pydantic's errors in values of `root` to violations; keys begin with `prefix`."""
     items = error.errors(include_url=False, include_context=False)

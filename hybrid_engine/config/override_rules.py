@@ -72,7 +72,10 @@ def _overrides(context: TrainingContext) -> Violations:
 
 
 def _override_violation(
-    part: str, name: str, value: pydantic.JsonValue, declared: DeclaredFields
+    part: str,
+    name: str,
+    value: pydantic.JsonValue,
+    declared: DeclaredFields,
 ) -> Violation | None:
     """Return the reason why megatron-core's field `name` cannot be set to `value`, or None."""
     from megatron_patches.refused_fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, refusal

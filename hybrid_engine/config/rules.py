@@ -96,7 +96,10 @@ class JobContext(TrainingContext):
 
     @classmethod
     def of(
-        cls, config: HybridConfig, world_size: int, num_mtp_layers: int | None = None
+        cls,
+        config: HybridConfig,
+        world_size: int,
+        num_mtp_layers: int | None = None,
     ) -> JobContext:
         """Return the context of a configuration on `world_size` ranks.
 

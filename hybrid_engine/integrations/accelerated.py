@@ -48,7 +48,8 @@ def engine_around(owner: Any, rollout_config: Mapping[str, Any]) -> HybridEngine
 
 
 def merge_configs(
-    trainer_config: Mapping[str, Any], rollout_config: Mapping[str, Any]
+    trainer_config: Mapping[str, Any],
+    rollout_config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Merge keys of a trainer with keys of the caller, which win; `vllm` argument by argument."""
     arguments = {**trainer_config.get("vllm", {}), **rollout_config.get("vllm", {})}
@@ -79,7 +80,9 @@ def require_supported(accelerator: Any, violations: Iterable[Violation]) -> None
 
 
 def request_outputs(
-    engine: HybridEngine, prompts: Sequence[Mapping[str, Any]], samplings: Sequence[Any]
+    engine: HybridEngine,
+    prompts: Sequence[Mapping[str, Any]],
+    samplings: Sequence[Any],
 ) -> list[SimpleNamespace]:
     """Complete this rank's prompts, and return the part of vLLM's `RequestOutput` that is read.
 

@@ -114,7 +114,10 @@ class _ColocatedLlm:
         self._built_engine().sharding.enter(State.INFER)
 
     def generate(
-        self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any, use_tqdm: bool
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        sampling_params: Any,
+        use_tqdm: bool,
     ) -> list[Any]:
         """Complete this rank's prompts, and bring training state back. Collective."""
         engine = self._built_engine()

@@ -162,7 +162,10 @@ class Publisher(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+        cls,
+        actor_wg_world_size: int,
+        rollout_world_size: int,
+        metadata: list[dict[str, Any]],
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         return {}, {}  # actors and servers connect to each other without verl
 

@@ -41,7 +41,9 @@ def sequence_nbytes(layers: Iterable[LayerCache], length: int, in_flight: int = 
 
 
 def layer_caches(
-    table: ModelTable, infer: InferenceParallelism, itemsize: int
+    table: ModelTable,
+    infer: InferenceParallelism,
+    itemsize: int,
 ) -> list[tuple[LayerCache, ...]]:
     """Return the caches of a rank's layers, by pipeline stage, of a model with a written table.
 

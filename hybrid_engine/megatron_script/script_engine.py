@@ -138,7 +138,10 @@ class Journal:
         return samples
 
     def record(
-        self, iteration: int, reports: Sequence[ReshardReport], samples: Sequence[Sample]
+        self,
+        iteration: int,
+        reports: Sequence[ReshardReport],
+        samples: Sequence[Sample],
     ) -> None:
         """Write a round trip to the files and to Megatron's writers.
 

@@ -281,7 +281,9 @@ def _read_sampling(values: Any) -> Sampling:
 
 
 def _read_config(
-    content: Mapping[str, Any], options: ReshardingOptions, args: Namespace
+    content: Mapping[str, Any],
+    options: ReshardingOptions,
+    args: Namespace,
 ) -> HybridConfig:
     """Build the configuration of both sides. Raises ConfigError."""
     generate: Any = content.get("generate_config") or {}

@@ -91,7 +91,11 @@ def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = 
 
 
 def attention_rules(
-    dims: ModelDims, attention: str = ATTENTION, *, gated: bool = False, whole_norms: bool = False
+    dims: ModelDims,
+    attention: str = ATTENTION,
+    *,
+    gated: bool = False,
+    whole_norms: bool = False,
 ) -> Rules:
     """Return the rules of grouped-query attention, with all optional biases and norms.
 
@@ -232,7 +236,11 @@ def fused_mlp_rules(dims: ModelDims) -> Rules:
 
 
 def attention_shapes(
-    dims: ModelDims, *, qkv_bias: bool, output_bias: bool, qk_norm: bool
+    dims: ModelDims,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    qk_norm: bool,
 ) -> Shapes:
     """Return the shapes of a layer's attention, by name without the layer's prefix."""
     hidden = dims.hidden_size

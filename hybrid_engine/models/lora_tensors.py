@@ -118,7 +118,9 @@ def adapter_packings(packing: Packing) -> tuple[tuple[Packing, ...], Packing]:
 
 
 def adapter_shapes(
-    table: ModelTable, target_modules: Collection[str], rank: int
+    table: ModelTable,
+    target_modules: Collection[str],
+    rank: int,
 ) -> dict[str, Shape]:
     """Return the canonical tensors of adapters on the `target_modules` of every layer.
 

@@ -203,11 +203,18 @@ def packed_expert_rules() -> Rules:
     over = Over.EXPERT_TENSOR
     packings: dict[str, Packing] = {
         "linear_fc1.weight": GateUp(
-            Span(column % 0), Span(column % 1), dim=1, transposed=True, over=over
+            Span(column % 0),
+            Span(column % 1),
+            dim=1,
+            transposed=True,
+            over=over,
         ),
         "linear_fc1.bias": GateUp(Span(element % 0), Span(element % 1), over=over),
         "linear_fc2.weight": Split(
-            experts + "down_proj[{expert},:,:]", dim=0, transposed=True, over=over
+            experts + "down_proj[{expert},:,:]",
+            dim=0,
+            transposed=True,
+            over=over,
         ),
         # A row-parallel layer adds its bias after the reduction, so it is not sharded.
         "linear_fc2.bias": Replicated(experts + "down_proj_bias[{expert},:]"),

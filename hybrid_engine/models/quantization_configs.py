@@ -221,7 +221,8 @@ def _with_section(config: HfConfig, changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _compressed_tensors_format(
-    config: Mapping[str, Any], problems: list[str]
+    config: Mapping[str, Any],
+    problems: list[str],
 ) -> BlockFormat | None:
     groups = _groups_of(config)
     # A group may have a format of its own. Several formats are one problem, named together.

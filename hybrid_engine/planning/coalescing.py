@@ -72,7 +72,9 @@ def join_regular(
 
 
 def _regular_runs(
-    offsets: Sequence[tuple[int, int]], *, backwards: bool
+    offsets: Sequence[tuple[int, int]],
+    *,
+    backwards: bool,
 ) -> Iterator[tuple[range, tuple[int, int]]]:
     """Cut places into runs; yield each with the distances from one place to the next.
 

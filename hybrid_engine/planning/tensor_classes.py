@@ -48,7 +48,9 @@ class TensorClass:
 
 
 def tensor_classes(
-    source: Holdings, destination: Holdings, faults: Sequence[str] = ()
+    source: Holdings,
+    destination: Holdings,
+    faults: Sequence[str] = (),
 ) -> list[TensorClass]:
     """Return the tensors that a reshard moves, in classes.
 

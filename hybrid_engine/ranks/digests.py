@@ -69,7 +69,8 @@ def box_digest(box: torch.Tensor) -> int:
 
 @torch.no_grad()
 def box_digests(
-    boxes: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] | None = None
+    boxes: Iterable[torch.Tensor],
+    dtypes: Iterable[torch.dtype] | None = None,
 ) -> list[int]:
     """Return the `box_digest` of each box; `dtypes` has one dtype for each box.
 

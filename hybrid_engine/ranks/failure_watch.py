@@ -203,7 +203,11 @@ class FailureWatch:
             self._place = _RankPlace(outer.step + 1, outer.entry, outer.phase, time.monotonic())
 
     def report(
-        self, phase: str, text: str, patience: float, waiting: Collection[int] | None = None
+        self,
+        phase: str,
+        text: str,
+        patience: float,
+        waiting: Collection[int] | None = None,
     ) -> None:
         """Report to all ranks that this one failed in the present step. See `Failure`."""
         place = self._place
@@ -410,7 +414,11 @@ class FailureWatch:
         return failures
 
     def _observed(
-        self, rank: int, text: str, place: _RankPlace, beat: str | None = None
+        self,
+        rank: int,
+        text: str,
+        place: _RankPlace,
+        beat: str | None = None,
     ) -> Failure:
         return Failure(rank, "", text, _SILENCE_PATIENCE, place.entry, beat=beat)
 

@@ -144,7 +144,11 @@ class RankGroup:
     """
 
     def __init__(
-        self, world: World, name: str, ranks: Sequence[int], timeout_seconds: float
+        self,
+        world: World,
+        name: str,
+        ranks: Sequence[int],
+        timeout_seconds: float,
     ) -> None:
         self.ranks = ranks
         self.timeout_seconds = timeout_seconds
@@ -276,7 +280,10 @@ def connected_parts(meets: Sequence[int]) -> list[list[int]]:
 
 
 def broadcast_bytes(
-    source: int, message: bytes, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+    source: int,
+    message: bytes,
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
 ) -> bytes:
     """Return the `message` of global rank `source` on all ranks of `group`. Collective.
 
@@ -293,7 +300,10 @@ def broadcast_bytes(
 
 
 def _connected(
-    world: World, name: str, ranks: Sequence[int], timeout_seconds: float
+    world: World,
+    name: str,
+    ranks: Sequence[int],
+    timeout_seconds: float,
 ) -> dist.ProcessGroupGloo:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]

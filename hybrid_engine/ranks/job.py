@@ -81,7 +81,11 @@ def join_process_group(timeout_seconds: float) -> bool:
         ) from error
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
-        default_backend(), store=own_store, rank=rank, world_size=world_size, timeout=timeout
+        default_backend(),
+        store=own_store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     return True
 
@@ -290,7 +294,9 @@ class Job:
         return self.world.size
 
     def new_group(
-        self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
+        self,
+        owner: ExitStack,
+        parts: Sequence[Sequence[int]] | None = None,
     ) -> RankGroup:
         """Return a new gloo group, for one purpose only, which ends with `owner`. Collective.
 
@@ -304,7 +310,9 @@ class Job:
         return group
 
     def new_nccl_group(
-        self, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
+        self,
+        owner: ExitStack,
+        parts: Sequence[Sequence[int]] | None = None,
     ) -> dist.ProcessGroup:
         """Return a new NCCL group like `new_group`; it connects ranks when they exchange messages.
 

@@ -162,7 +162,10 @@ class RankTree:
                 connections.broadcast(values)
 
     def gather(
-        self, message: bytes, sizes: Sequence[int], room: torch.Tensor | None = None
+        self,
+        message: bytes,
+        sizes: Sequence[int],
+        room: torch.Tensor | None = None,
     ) -> list[memoryview]:
         """Return the messages of all ranks, by rank.
 

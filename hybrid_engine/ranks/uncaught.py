@@ -74,7 +74,9 @@ def install() -> None:
     previous = sys.excepthook
 
     def print_error(
-        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+        kind: type[BaseException],
+        error: BaseException,
+        frames: TracebackType | None,
     ) -> None:
         rank = os.environ.get("RANK", "")
         has_peers = rank and os.environ.get("WORLD_SIZE", "1") != "1"

@@ -118,5 +118,9 @@ def store_at(address: str, family: socket.AddressFamily = socket.AF_INET) -> dis
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )

@@ -163,7 +163,9 @@ class Conversations:
                     f"prompt {name}, completion {number}",
                     # Seeds of the completions of a prompt as vLLM makes them.
                     with_values(
-                        params, n=1, seed=None if params.seed is None else params.seed + number
+                        params,
+                        n=1,
+                        seed=None if params.seed is None else params.seed + number,
                     ),
                     context=list(context),
                 )
@@ -214,7 +216,11 @@ class Conversations:
             turn += 1
             params = sampling_of_turn(state.sampling, state.room, self._max_tokens_per_turn, turn)
             request = Request.of(
-                state.context, params, number=number, lora=self._lora, weights=self._weights
+                state.context,
+                params,
+                number=number,
+                lora=self._lora,
+                weights=self._weights,
             )
             state.add_answer(await self._answer(request, room))
             self._changed_at = time.monotonic()

@@ -57,7 +57,11 @@ class Critic:
                 self.model.copy_actor()
 
     def learn(
-        self, batch: NewBatch, rewards: torch.Tensor, step: int, generator: torch.Generator
+        self,
+        batch: NewBatch,
+        rewards: torch.Tensor,
+        step: int,
+        generator: torch.Generator,
     ) -> Figures:
         """Add `advantages` [B, S] to the batch, and train the critic on the rewards [B, S].
 

@@ -153,7 +153,9 @@ def align_log_probs(values: Sequence[Sequence[float]], batch: Batch) -> torch.Te
 
 
 def loss_weights(
-    batch: Batch, aggregation: Aggregation = "token", length: int | None = None
+    batch: Batch,
+    aggregation: Aggregation = "token",
+    length: int | None = None,
 ) -> torch.Tensor:
     """Return the weights [B, S] for `weighted_mean`, from the rows of a whole optimizer step.
 
@@ -220,7 +222,9 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(
-    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator = "k3"
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    estimator: KlEstimator = "k3",
 ) -> torch.Tensor:
     """Estimate KL(policy || reference) per token, from tokens that the policy drew.
 

@@ -206,7 +206,10 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def source_of(
-    prompts: Any, count: int, seed: int, max_staleness: int = 0
+    prompts: Any,
+    count: int,
+    seed: int,
+    max_staleness: int = 0,
 ) -> PromptSource | StreamedPrompts:
     """Return the source of prompts: a list, a function of the step, or a stream.
 

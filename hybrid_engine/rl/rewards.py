@@ -187,7 +187,11 @@ class RewardFunctions:
         )
 
     def _on_rank(
-        self, name: str, function: Any, samples: Sequence[Sample], job: Job
+        self,
+        name: str,
+        function: Any,
+        samples: Sequence[Sample],
+        job: Job,
     ) -> dict[str, list[float]]:
         """Return the rewards that this rank computes with a function, by its name, if any.
 
@@ -232,7 +236,9 @@ class RewardFunctions:
         return {name: [marks.get(id(value), number) for value, number in pairs]}
 
     def _totals(
-        self, rewards: Mapping[str, torch.Tensor], samples: Sequence[Sample]
+        self,
+        rewards: Mapping[str, torch.Tensor],
+        samples: Sequence[Sample],
     ) -> torch.Tensor:
         """Return the weighted sums [B], less the penalty for length; NaN for failed completions.
 
@@ -369,7 +375,10 @@ class _Attempts:
         return _FAILED
 
     async def _awaited(
-        self, returned: Awaitable[Any], arguments: tuple[Any, ...], first: int
+        self,
+        returned: Awaitable[Any],
+        arguments: tuple[Any, ...],
+        first: int,
     ) -> Any:
         """Return the result of the attempt that returned an awaitable, or of a later one."""
         for attempt in range(first, self._retries + 1):

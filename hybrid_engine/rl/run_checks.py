@@ -190,7 +190,10 @@ def _longest_sequence(engines: HybridConfig) -> int:
 
 
 def require_runnable(
-    engines: HybridConfig, arguments: RunArguments, job: Job, out: Path | None
+    engines: HybridConfig,
+    arguments: RunArguments,
+    job: Job,
+    out: Path | None,
 ) -> None:
     """Raise ConfigError on all ranks with `run_violations`, and without the servers. Collective.
 
@@ -211,7 +214,10 @@ def require_runnable(
 
 
 def run_violations(
-    engines: HybridConfig, arguments: RunArguments, num_ranks: int, out: Path | None
+    engines: HybridConfig,
+    arguments: RunArguments,
+    num_ranks: int,
+    out: Path | None,
 ) -> Violations:
     """Yield everything that would end a run later, which starts nothing.
 
@@ -242,7 +248,9 @@ def run_violations(
 
 
 def engines_of(
-    model: Any, arguments: RunArguments, owner: ExitStack
+    model: Any,
+    arguments: RunArguments,
+    owner: ExitStack,
 ) -> tuple[HybridConfig, torch.nn.Module | None]:
     """Call `settings_of`. Raises ConfigError, also for the other arguments."""
     try:
@@ -290,7 +298,9 @@ def argument_violations(arguments: RunArguments) -> Violations:
 
 
 def limit_violations(
-    arguments: RunArguments, limits: RunLimits, most_prompts: int | None = None
+    arguments: RunArguments,
+    limits: RunLimits,
+    most_prompts: int | None = None,
 ) -> Violations:
     """Yield what is wrong with the arguments of a run for these engines.
 

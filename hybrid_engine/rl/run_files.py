@@ -316,7 +316,12 @@ class RunFiles:
         )
 
     def _differences(
-        self, key: str, recorded: Any, now: Any, default: Any, free: Collection[str]
+        self,
+        key: str,
+        recorded: Any,
+        now: Any,
+        default: Any,
+        free: Collection[str],
     ) -> Violations:
         """Yield the settings at a dotted key, or in its section, that differ from the run's."""
         if key in free or recorded == now:

@@ -128,7 +128,10 @@ class RunSettings:
 
     @classmethod
     def read(
-        cls, path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        world_size: int | None = None,
     ) -> RunSettings:
         """Read a file, and the data that it names.
 

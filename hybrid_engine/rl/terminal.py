@@ -64,7 +64,9 @@ class Terminal:
     """
 
     def __init__(
-        self, columns: Sequence[Column], console: rich.console.Console | None = None
+        self,
+        columns: Sequence[Column],
+        console: rich.console.Console | None = None,
     ) -> None:
         self._columns = columns
         self._console = console or SteadyConsole()

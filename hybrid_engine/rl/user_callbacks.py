@@ -74,7 +74,9 @@ def number_of(value: Any) -> float:
 
 
 def rewards_of(
-    values: Sequence[Any], places: Sequence[str], argument: str = "reward"
+    values: Sequence[Any],
+    places: Sequence[str],
+    argument: str = "reward",
 ) -> list[float]:
     """Convert rewards to floats; `places` names the completion of each for messages.
 
@@ -217,7 +219,10 @@ def steps_of(future: Future[Any], argument: str, timeout_seconds: float) -> Iter
 
 
 async def _await_all(
-    argument: str, places: Sequence[str], pending: Mapping[int, Awaitable[Any]], seconds: float
+    argument: str,
+    places: Sequence[str],
+    pending: Mapping[int, Awaitable[Any]],
+    seconds: float,
 ) -> dict[int, Any]:
     """Await all of `pending` together, for at most `seconds`; cancel the rest on failure."""
 
@@ -361,7 +366,10 @@ def _event_loop() -> _LoopThread:
     """Start the process's event loop in a daemon thread; later calls return the same one."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
-        target=_run_forever, args=(loop,), name="environments and rewards", daemon=True
+        target=_run_forever,
+        args=(loop,),
+        name="environments and rewards",
+        daemon=True,
     )
     thread.start()
     return _LoopThread(loop, thread, asyncio.Lock())

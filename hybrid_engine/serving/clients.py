@@ -169,7 +169,10 @@ def named_server(name: str, timeout_seconds: float, *, allow_public: bool = Fals
 
 
 def silent_servers(
-    servers: Sequence[object], timeout_seconds: float, *, allow_public: bool = False
+    servers: Sequence[object],
+    timeout_seconds: float,
+    *,
+    allow_public: bool = False,
 ) -> Violations:
     """Yield a violation for every server, as of `server_of`, that does not respond to a request."""
     for server in servers:
@@ -458,7 +461,9 @@ class RayServer(Server):
 
 
 def call_while_switching(
-    call: Callable[[dict[str, Any]], None], message: ServerMessage, world: World
+    call: Callable[[dict[str, Any]], None],
+    message: ServerMessage,
+    world: World,
 ) -> Future[None]:
     """Call a server in the background, while all ranks take part in the requested operation.
 

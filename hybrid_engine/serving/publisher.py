@@ -280,7 +280,10 @@ class WeightPublisher(Switch):
         self._leave_servers()
 
     def _switch(
-        self, manager: ShardingManager, before: State, target: State
+        self,
+        manager: ShardingManager,
+        before: State,
+        target: State,
     ) -> ReshardReport | None:
         """Switch trainers and servers."""
         fills = target is State.INFER
@@ -474,7 +477,10 @@ class WeightPublisher(Switch):
         return self._manager
 
     def _invite(
-        self, invitation: Invitation, counts: Sequence[int], world: World
+        self,
+        invitation: Invitation,
+        counts: Sequence[int],
+        world: World,
     ) -> list[Future[None]]:
         """Invite the servers, which the first rank has; `counts`: number of workers of each."""
         first = invitation.first_rank
@@ -513,7 +519,11 @@ class WeightPublisher(Switch):
                 ) from None
 
     def _recover(
-        self, manager: ShardingManager, calls: Sequence[Future[None]], *, stays: bool
+        self,
+        manager: ShardingManager,
+        calls: Sequence[Future[None]],
+        *,
+        stays: bool,
     ) -> None:
         """Onload training state after a failed switch, and end the job unless all ranks are in it.
 

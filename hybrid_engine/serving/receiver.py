@@ -72,7 +72,11 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, weights: ServedWeights, caches: InferenceCaches, index: int, device: torch.device
+        self,
+        weights: ServedWeights,
+        caches: InferenceCaches,
+        index: int,
+        device: torch.device,
     ) -> None:
         self._weights = weights
         self._caches = caches

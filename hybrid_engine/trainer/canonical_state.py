@@ -97,7 +97,9 @@ class Boxes:
                 index=MetadataIndex(key, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(self.dtype), size=self.size()
+                    chunk=chunk,
+                    properties=TensorProperties(self.dtype),
+                    size=self.size(),
                 ),
             )
             for chunk in self.__create_chunk_list__()
@@ -121,7 +123,11 @@ def flat_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def boxes_between(
-    lengths: Shape, strides: Strides, first: int, start: int, stop: int
+    lengths: Shape,
+    strides: Strides,
+    first: int,
+    start: int,
+    stop: int,
 ) -> Iterator[tuple[Offsets, Shape, int]]:
     """Cut a strided box to the elements that lie in [start, stop) of flat memory.
 
@@ -160,7 +166,11 @@ def boxes_between(
 
 
 def add_boxes(
-    entries: Entries, key: str, shapes: Shapes, weight: Weight, values: torch.Tensor
+    entries: Entries,
+    key: str,
+    shapes: Shapes,
+    weight: Weight,
+    values: torch.Tensor,
 ) -> None:
     """Add the canonical boxes in `values` to the entries of their tensors, as views.
 

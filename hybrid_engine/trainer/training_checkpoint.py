@@ -124,7 +124,11 @@ class TrainingCheckpoints:
         owner.callback(self.close)
 
     def save(
-        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+        self,
+        directory: str | Path,
+        *,
+        check_nan: bool = True,
+        wait: bool = True,
     ) -> Future[None] | None:
         """Write parameters, optimizer state, generators and weight version. Collective.
 
@@ -422,7 +426,9 @@ def _nameless(weights: Iterable[Weight]) -> list[str]:
 
 
 def _different_steps(
-    weights: Iterable[Weight], kinds: _Kinds, groups: Iterable[_Group]
+    weights: Iterable[Weight],
+    kinds: _Kinds,
+    groups: Iterable[_Group],
 ) -> Iterator[str]:
     """Yield the problem of an optimizer that counts its steps elsewhere than the one saved."""
     counts_by_group = any("step" in settings for settings, _ in groups)

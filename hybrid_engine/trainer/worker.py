@@ -69,14 +69,24 @@ class ScoresBatches(ABC):
 
     @overload
     def compute_log_probs(
-        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+        self,
+        batch: Batch,
+        *,
+        data: Data = ...,
+        entropy: bool,
+        top_k: int = ...,
     ) -> Scores: ...
 
     @overload
     def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> Scores: ...
 
     def compute_log_probs(
-        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+        self,
+        batch: Batch,
+        *,
+        data: Data = "global",
+        entropy: bool = False,
+        top_k: int = 0,
     ) -> torch.Tensor | Scores:
         """Return the log-probability [B, S] fp32 of every label. Collective.
 
@@ -268,7 +278,11 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
         self.actor.engine.optimizer.set_learning_rate(learning_rate)
 
     def save_checkpoint(
-        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+        self,
+        directory: str | Path,
+        *,
+        check_nan: bool = True,
+        wait: bool = True,
     ) -> Future[None] | None:
         """Write parameters, optimizer state, position of the schedule, and random generators.
 
@@ -297,7 +311,8 @@ class ActorHybridWorker(HybridEngine, ScoresBatches):
 
 
 def _builder(
-    config: HybridConfig, module: torch.nn.Module | None
+    config: HybridConfig,
+    module: torch.nn.Module | None,
 ) -> Callable[..., FsdpActor | MegatronActor]:
     """Return the function that builds the actor; apply Megatron's patches if Megatron trains.
 

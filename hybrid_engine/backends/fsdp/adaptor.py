@@ -60,7 +60,8 @@ LoraDelivery = Literal["merge", "adapter", "none"]
 
 
 def lora_sums(
-    tensors: ShardedTensors, loras_of: Mapping[str, Sequence[Lora]]
+    tensors: ShardedTensors,
+    loras_of: Mapping[str, Sequence[Lora]],
 ) -> ComputedSources[str]:
     """Return the sums of weights and their adapters, for this rank's part of each weight.
 
@@ -81,7 +82,10 @@ def lora_sums(
 
 
 def _write_sum(
-    total: torch.Tensor, tensors: ShardedTensors, name: str, loras: Sequence[Lora]
+    total: torch.Tensor,
+    tensors: ShardedTensors,
+    name: str,
+    loras: Sequence[Lora],
 ) -> None:
     """Write this rank's part of a weight with its adapters, computed in float32. Collective."""
     weight = tensors.tensors[name]
@@ -123,7 +127,9 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def separate_lora(
-    loras: Sequence[Lora], packed: Mapping[str, Packed], tensors: Tensors
+    loras: Sequence[Lora],
+    packed: Mapping[str, Packed],
+    tensors: Tensors,
 ) -> tuple[ActorLora, Mapping[str, Packed]]:
     """Return the adapter for separate delivery, and the location of its canonical tensors.
 
@@ -173,7 +179,9 @@ def _whole_view(tensor: torch.Tensor) -> StridedView:
 
 
 def _violations(
-    loras: Sequence[Lora], canonical: Mapping[str, str], tensors: Tensors
+    loras: Sequence[Lora],
+    canonical: Mapping[str, str],
+    tensors: Tensors,
 ) -> Violations:
     """Yield the reasons why adapters cannot be delivered separately."""
     if not loras:

@@ -165,7 +165,9 @@ def live_attention(
 
 
 def _rotary_of(
-    module: torch.nn.Module, call: RotaryCall, positions: Sequence[int]
+    module: torch.nn.Module,
+    call: RotaryCall,
+    positions: Sequence[int],
 ) -> Rotary | None:
     """Return the rotations that a live rotary module computes; None if it cannot be read."""
     device = next(module.buffers()).device
@@ -224,7 +226,8 @@ def attention_calls(model: Any) -> dict[int, AttentionCall]:
 
 
 def _attention_calls(
-    model: Any, returned: Callable[[torch.Tensor], Any]
+    model: Any,
+    returned: Callable[[torch.Tensor], Any],
 ) -> dict[int, AttentionCall]:
     rotary_calls: list[RotaryCall] = []
     calls: dict[int, AttentionCall] = {}

@@ -247,7 +247,12 @@ class _PeftLayers:
             )
 
     def _add_lora(
-        self, layer: Any, plain_weight: str, plain_a: str, plain_b: str, scaling: float
+        self,
+        layer: Any,
+        plain_weight: str,
+        plain_a: str,
+        plain_b: str,
+        scaling: float,
     ) -> str | None:
         """Add an adapter, and return the reason why it is not supported, if any.
 
@@ -319,7 +324,9 @@ def _lora_problem(layer: Any, adapter: str) -> str | None:
 
 
 def canonical_views(
-    model: torch.nn.Module, tensors: Tensors, table: ModelTable
+    model: torch.nn.Module,
+    tensors: Tensors,
+    table: ModelTable,
 ) -> Mapping[str, Packed]:
     """Return the location of each canonical tensor, in the order of a checkpoint.
 
@@ -450,7 +457,9 @@ def model_of_config(
     options = {} if dtype is None else {"dtype": dtype}
     try:
         config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         model = meta_model(config, architecture_of(config.architectures), **options)
         if head == "value":

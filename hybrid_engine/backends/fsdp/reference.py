@@ -55,7 +55,12 @@ class TransformersReference:
     """
 
     def __init__(
-        self, directory: Path, weights: TrainingWeights, table: ModelTable, job: Job, dtype: str
+        self,
+        directory: Path,
+        weights: TrainingWeights,
+        table: ModelTable,
+        job: Job,
+        dtype: str,
     ) -> None:
         self._directory = directory
         self._weights = weights

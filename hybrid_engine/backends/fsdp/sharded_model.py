@@ -272,7 +272,8 @@ class ShardedModel(ModelTrainer):
 
 
 def _require_own_parameters(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Raise ModelError if an optimizer steps parameters that are not the model's."""
     parameter_ids = {id(parameter) for parameter in model.parameters()}

@@ -240,7 +240,8 @@ def _in_other_dtypes(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _checkpointed(
-    model: torch.nn.Module, layers: Sequence[torch.nn.Module]
+    model: torch.nn.Module,
+    layers: Sequence[torch.nn.Module],
 ) -> list[torch.nn.Module]:
     """Wrap layers of a model so that only their inputs are kept for the backward pass."""
     wrapped = {layer: checkpoint_wrapper(layer) for layer in layers}

@@ -92,7 +92,12 @@ def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
 
 
 def load_pretrained(
-    model: Path, weights: TrainingWeights, table: ModelTable, job: Job, *, key: str = "model"
+    model: Path,
+    weights: TrainingWeights,
+    table: ModelTable,
+    job: Job,
+    *,
+    key: str = "model",
 ) -> None:
     """Load a pretrained model, whose output head may be missing. Collective.
 
@@ -103,7 +108,12 @@ def load_pretrained(
 
 
 def load_hf_checkpoint(
-    path: str | Path, weights: TrainingWeights, table: ModelTable, job: Job, *, key: str = "path"
+    path: str | Path,
+    weights: TrainingWeights,
+    table: ModelTable,
+    job: Job,
+    *,
+    key: str = "path",
 ) -> None:
     """Fill this rank's training shards from a checkpoint, on all ranks or on none. Collective.
 
@@ -253,7 +263,9 @@ def _other_architecture(directory: Path, table: ModelTable) -> Iterator[str]:
 
 
 def layout_of(
-    stored: files.StoredTensors, ranks: Mapping[str, int], copies: Mapping[str, str]
+    stored: files.StoredTensors,
+    ranks: Mapping[str, int],
+    copies: Mapping[str, str],
 ) -> Layout:
     """Return the layout of stored tensors, each of which is a buffer.
 
@@ -422,7 +434,10 @@ def _stored_repetitions(stored: files.StoredTensors, table: ModelTable) -> dict[
 
 
 def _differing_counts(
-    read: files.ReadBox, stored: files.StoredTensors, name: str, original: str
+    read: files.ReadBox,
+    stored: files.StoredTensors,
+    name: str,
+    original: str,
 ) -> Iterator[int]:
     """Yield the number of differing elements of each part of two tensors.
 

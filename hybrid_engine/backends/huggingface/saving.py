@@ -245,7 +245,9 @@ def _dtype_name(dtype: object) -> str | None:
 
 
 def _tensors_to_store(
-    dtypes: Mapping[str, str], table: ModelTable, dtype: str | None
+    dtypes: Mapping[str, str],
+    table: ModelTable,
+    dtype: str | None,
 ) -> dict[str, StoredTensor]:
     """Return the tensors in the order of a checkpoint, copies last, without their files.
 
@@ -517,7 +519,10 @@ def _foreign_names(directory: Path, patterns: Sequence[str]) -> list[str]:
 
 
 def put_in_place(
-    new: Path, directory: Path, stored: StoredTensors, checksums: Mapping[str, str]
+    new: Path,
+    directory: Path,
+    stored: StoredTensors,
+    checksums: Mapping[str, str],
 ) -> None:
     """Write index and checksums to a new directory, and replace `directory` by it.
 

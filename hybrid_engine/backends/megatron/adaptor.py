@@ -111,7 +111,8 @@ class MegatronAdaptor(AdaptorWithSources):
         return [dequantised_weights(weights)] if weights else []
 
     def stored_scales(
-        self, quantization: BlockQuantization
+        self,
+        quantization: BlockQuantization,
     ) -> Mapping[str, Sequence[StoredScales]]:
         parts: dict[str, list[StoredScales]] = {}
         findings: dict[str, dict[str, None]] = {}
@@ -302,7 +303,12 @@ class MegatronAdaptor(AdaptorWithSources):
                     yield _LoraMatrix(parameter, shards, shapes)
 
     def _held(
-        self, packing: Packing, match: Match, shapes: Shapes, member: Member, home: Home
+        self,
+        packing: Packing,
+        match: Match,
+        shapes: Shapes,
+        member: Member,
+        home: Home,
     ) -> list[Shard]:
         """Return the records of a weight in a tensor that starts at `home`."""
         part, num_parts = self.model.parts[packing.over]

@@ -55,7 +55,10 @@ def probe_limits(chunks: Modules, table: ModelTable) -> ProbeLimits:
 
 @torch.no_grad()
 def probe(
-    chunks: Modules, vocab_size: int, tokens: torch.Tensor, num_experts: int = 0
+    chunks: Modules,
+    vocab_size: int,
+    tokens: torch.Tensor,
+    num_experts: int = 0,
 ) -> ProbeAnswer:
     """Return the log-probabilities of `tokens` [B, L] on every pipeline stage, and the routes.
 
@@ -97,7 +100,9 @@ def probe(
 
 
 def _routes(
-    calls: Sequence[LayerRoutes], models: Sequence[Any], tokens: torch.Tensor
+    calls: Sequence[LayerRoutes],
+    models: Sequence[Any],
+    tokens: torch.Tensor,
 ) -> list[LayerRoutes]:
     """Return the routes of each layer of the whole model, of this rank's part of the tokens.
 
@@ -129,7 +134,8 @@ def _routes(
 
 
 def _forward_step(
-    models: Modules, vocab_size: int
+    models: Modules,
+    vocab_size: int,
 ) -> Callable[[Iterator[torch.Tensor], torch.nn.Module], Any]:
     needs_mask = not masks_by_itself(models)
 
@@ -164,7 +170,9 @@ def hide_padding(chunks: Modules, vocab_size: int) -> None:
     """
 
     def hook(
-        layer: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
+        layer: Any,
+        _inputs: Any,
+        outputs: tuple[torch.Tensor, Any],
     ) -> tuple[torch.Tensor, Any]:
         logits, bias = outputs
         local_size = layer.output_size_per_partition
@@ -202,7 +210,9 @@ def _configs_of(models: Sequence[Any]) -> list[Any]:
 
 
 def from_last_stage(
-    parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype = torch.float32
+    parts: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return `parts` of the last pipeline stage, joined along dim 0, on every stage. Collective.
 

@@ -317,13 +317,21 @@ class ExpertChooser:
         self.replayed = PassInput()
 
     def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int,
+        group_topk: int,
+        default: Any,
     ) -> TopK:
         select: Any = self.choose or default
         replayed = self.replayed.take()
 
         def select_or_take(
-            scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None
+            scores: torch.Tensor,
+            topk: int,
+            num_groups: Any = None,
+            group_topk: Any = None,
         ) -> TopK:
             values, experts = select(scores, topk, num_groups, group_topk)
             if replayed is None:

@@ -80,7 +80,10 @@ class LoraLinear(torch.nn.Module):
         self.adapter = _LoraPair(to_wrap, lora.rank)
 
     def forward(
-        self, x: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        x: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias

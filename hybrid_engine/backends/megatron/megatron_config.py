@@ -94,7 +94,9 @@ class MegatronConfigs:
 
 
 def megatron_configs(
-    actor: ActorConfig, sizes: TrainParallelism, table: ModelTable
+    actor: ActorConfig,
+    sizes: TrainParallelism,
+    table: ModelTable,
 ) -> MegatronConfigs:
     """Return Megatron's configuration of the model in this layout.
 
@@ -131,7 +133,9 @@ def megatron_configs(
 
 
 def transformer_config(
-    actor: ActorConfig, sizes: TrainParallelism, table: ModelTable
+    actor: ActorConfig,
+    sizes: TrainParallelism,
+    table: ModelTable,
 ) -> TransformerConfig:
     """Return the TransformerConfig of the model in this layout.
 

@@ -154,7 +154,10 @@ def _prompt(request: InferenceRequest, tokenizer: Any) -> list[int]:
         tools = {} if request.tools is None else {"tools": request.tools}
         messages = [message.model_dump() for message in request.prompt]
         encoding = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, **tools
+            messages,
+            tokenize=True,
+            add_generation_prompt=True,
+            **tools,
         )
         tokens = encoding["input_ids"] if isinstance(encoding, Mapping) else encoding
     # Exactly one BOS token at the start, or none.

@@ -93,7 +93,10 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> Arguments:
 
 
 def engine_config(
-    settings: InferenceSettings, rank: int, device_type: str, **changes: Any
+    settings: InferenceSettings,
+    rank: int,
+    device_type: str,
+    **changes: Any,
 ) -> VllmConfig:
     """Return vLLM's configuration of the engine for this rank, with vLLM's own worker class.
 
@@ -262,7 +265,10 @@ def _refused_settings(settings: InferenceSettings, device_type: str) -> Violatio
 
 
 def _without_kernels(
-    config: VllmConfig, model_class: type[Any], device_type: str, max_loras: int
+    config: VllmConfig,
+    model_class: type[Any],
+    device_type: str,
+    max_loras: int,
 ) -> Violations:
     """Yield what vLLM has no kernels for with this model, of quantization and of LoRA."""
     from vllm.model_executor.models import supports_lora
@@ -296,7 +302,9 @@ def _without_kernels(
 
 
 def _accepted_config(
-    settings: InferenceSettings, rank: int, device_type: str
+    settings: InferenceSettings,
+    rank: int,
+    device_type: str,
 ) -> tuple[VllmConfig, type[Any]]:
     """Return vLLM's configuration and model class. Raises ConfigError with vLLM's complaints."""
     from vllm.model_executor.model_loader import get_model_architecture
@@ -388,7 +396,8 @@ def is_eager(settings: InferenceSettings, device_type: str) -> bool:
 
 
 def eager_stance(
-    settings: InferenceSettings, device_type: str
+    settings: InferenceSettings,
+    device_type: str,
 ) -> contextlib.AbstractContextManager[object]:
     """Return a context that disables `torch.compile` for an eager engine on CPU.
 

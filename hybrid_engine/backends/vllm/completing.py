@@ -278,7 +278,11 @@ class Drawing:
     """
 
     def __init__(
-        self, engine: CompletingEngine, prompts: TokenIds, requests: Sequence[Request], data: Data
+        self,
+        engine: CompletingEngine,
+        prompts: TokenIds,
+        requests: Sequence[Request],
+        data: Data,
     ) -> None:
         self.engine = engine
         self._prompts = prompts

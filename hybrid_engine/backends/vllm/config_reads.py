@@ -100,7 +100,9 @@ class ConfigReads:
         return repr(dict(self._values))
 
     def require_known(
-        self, model: torch.nn.Module | None = None, cause: Exception | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        cause: Exception | None = None,
     ) -> None:
         """Raise ConfigError with each unknown key that vLLM has read or would read in a forward.
 

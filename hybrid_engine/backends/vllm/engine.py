@@ -228,7 +228,10 @@ class InferenceEngine(CompletingEngine):
     # -- completions -------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: TokenIds, sampling: Samplings, lora: str | None = None
+        self,
+        prompts: TokenIds,
+        sampling: Samplings,
+        lora: str | None = None,
     ) -> list[list[Completion]]:
         """Complete token-id prompts: per prompt, `n` completions of its sampling.
 
@@ -253,7 +256,9 @@ class InferenceEngine(CompletingEngine):
         return [torch.tensor(completion.prompt_logprobs, dtype=dtype) for completion in scored]
 
     def prompt_distributions(
-        self, token_ids: TokenIds, lora: str | None = None
+        self,
+        token_ids: TokenIds,
+        lora: str | None = None,
     ) -> list[torch.Tensor]:
         """Return log-probabilities of the whole vocabulary. Slow; for tests.
 
@@ -560,7 +565,10 @@ class InferenceEngine(CompletingEngine):
         return list(map(completions_of, outputs, params))
 
     def _score(
-        self, token_ids: TokenIds, num_logprobs: int, lora: str | None = None
+        self,
+        token_ids: TokenIds,
+        num_logprobs: int,
+        lora: str | None = None,
     ) -> list[Completion]:
         """Return a completion of each sequence with the log-probabilities of its tokens.
 

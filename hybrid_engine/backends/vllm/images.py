@@ -121,7 +121,10 @@ def images_of(chat: Chat) -> list[Any]:
 
 
 def image_prompt(
-    processor: Any, text: str, unexpanded: Sequence[int], images: Sequence[Any]
+    processor: Any,
+    text: str,
+    unexpanded: Sequence[int],
+    images: Sequence[Any],
 ) -> ImagePrompt:
     """Return a prompt whose images the processor has made tensors of.
 

@@ -605,7 +605,10 @@ def refuse_lacking(lacking: Sequence[str]) -> None:
 
 
 def missing_names(
-    device_type: str, *, with_lora: bool = True, with_routes: bool = True
+    device_type: str,
+    *,
+    with_lora: bool = True,
+    with_routes: bool = True,
 ) -> Iterator[str]:
     """Yield descriptions of records that cannot be loaded, take other keywords or lack attributes.
 

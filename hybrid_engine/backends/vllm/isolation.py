@@ -275,7 +275,10 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
     order = settings.sizes.ranks.ravel().tolist()
 
     def make_ordered_group(
-        make_group: Function, group_ranks: list[list[int]], *args: Any, **kwargs: Any
+        make_group: Function,
+        group_ranks: list[list[int]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # A queue takes 24 MiB of shared memory; see cpu/shm_cleanup.py.
         kwargs["use_message_queue_broadcaster"] = False

@@ -42,7 +42,9 @@ def require_positions(model: torch.nn.Module, max_model_len: int) -> None:
 
 
 def live_attention(
-    model: torch.nn.Module, layers: Mapping[str, Any], positions: Sequence[int] = POSITIONS
+    model: torch.nn.Module,
+    layers: Mapping[str, Any],
+    positions: Sequence[int] = POSITIONS,
 ) -> Attentions:
     """Return the attention of one pipeline stage, by layer number.
 

@@ -189,7 +189,11 @@ class WeightsWithLora:
     """
 
     def __init__(
-        self, weights: VllmAdaptor, loras: DeliveredLoras, lora: ActorLora, dtype: str
+        self,
+        weights: VllmAdaptor,
+        loras: DeliveredLoras,
+        lora: ActorLora,
+        dtype: str,
     ) -> None:
         self._weights = weights
         self._loras = loras
@@ -253,7 +257,9 @@ class WeightsWithLora:
         return [*self._weights.committed(), *lora]
 
     def proving(
-        self, tensors: Collection[str], unproven: Callable[[str], None]
+        self,
+        tensors: Collection[str],
+        unproven: Callable[[str], None],
     ) -> AbstractContextManager[None]:
         """See the port; covers the weights, but not vLLM's form of a LoRA."""
         return self._weights.proving(tensors, unproven)

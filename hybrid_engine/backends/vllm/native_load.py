@@ -63,7 +63,10 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
 
 
 def _loaded(
-    model: torch.nn.Module, config: Any, model_config: Any, written: Collection[str]
+    model: torch.nn.Module,
+    config: Any,
+    model_config: Any,
+    written: Collection[str],
 ) -> TensorDict:
     """Return the parameters, buffers `written` and other buffers that vLLM's loader fills."""
     from vllm.model_executor.model_loader import DefaultModelLoader
@@ -85,7 +88,10 @@ def _loaded(
 
 
 def second_model(
-    settings: InferenceSettings, rank: int, model_dir: str, **changes: Any
+    settings: InferenceSettings,
+    rank: int,
+    model_dir: str,
+    **changes: Any,
 ) -> tuple[torch.nn.Module, Any]:
     """Construct another vLLM model in this rank's groups; return it and its `VllmConfig`.
 

@@ -243,7 +243,11 @@ def _traced(
 ) -> Result:
     # Eager, because compilation takes time and does not change the weights.
     config = arguments.engine_config(
-        settings, position.rank, device_type, load_format="dummy", enforce_eager=True
+        settings,
+        position.rank,
+        device_type,
+        load_format="dummy",
+        enforce_eager=True,
     )
     with ExitStack() as undo:
         undo.callback(isolation.destroy_groups)
@@ -327,7 +331,11 @@ def _seat_class(position: int) -> Any:
         """A coordinator of the group that contains the position; it cannot communicate."""
 
         def __init__(
-            self, group_ranks: list[list[int]], *_: Any, group_name: str = "world", **__: Any
+            self,
+            group_ranks: list[list[int]],
+            *_: Any,
+            group_name: str = "world",
+            **__: Any,
         ) -> None:
             (self.ranks,) = (ranks for ranks in group_ranks if position in ranks)
             self.group_ranks = group_ranks

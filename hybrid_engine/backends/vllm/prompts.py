@@ -191,7 +191,10 @@ def check_token_ids(
 
 
 def _unusable_token_ids(
-    prompts: TokenIds, num_to_generate: Sequence[int], limit: int, vocabulary: int
+    prompts: TokenIds,
+    num_to_generate: Sequence[int],
+    limit: int,
+    vocabulary: int,
 ) -> Violations:
     for index, (prompt, num) in enumerate(zip(prompts, num_to_generate, strict=True)):
         key = f"prompts[{index}]"
@@ -401,7 +404,9 @@ def rendering_of(chat: ChatArguments | None, tokenizer: ModelTokenizer) -> Rende
 
 
 def _invalid_variables(
-    variables: Mapping[str, Any], tools: Sequence[Any], tokenizer: ModelTokenizer
+    variables: Mapping[str, Any],
+    tools: Sequence[Any],
+    tokenizer: ModelTokenizer,
 ) -> Violations:
     """Yield violations of names that the template does not read, and so would ignore."""
     is_read = variables or tools
@@ -436,7 +441,9 @@ def _invalid_variables(
 
 
 def _encode_chats(
-    chats: Sequence[Chat], tokenizer: ModelTokenizer, rendering: Rendering
+    chats: Sequence[Chat],
+    tokenizer: ModelTokenizer,
+    rendering: Rendering,
 ) -> TokenLists:
     violations = []
     encoded: TokenLists = []
@@ -630,7 +637,9 @@ class ModelTokenizer:
     def _read(self, auto: Any, name: str) -> Any:
         try:
             return auto.from_pretrained(
-                self.model_dir, local_files_only=True, trust_remote_code=False
+                self.model_dir,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except Exception as error:  # classes of all families read files and raise various types
             raise self._missing(f"has no {name} that can be read ({error})") from error

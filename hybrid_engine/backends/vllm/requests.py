@@ -180,7 +180,9 @@ def _with_numbers_of_python(value: Any) -> Any:
 
 
 def asked_for(
-    sampling: Samplings | None, num_prompts: int, taken: Callable[[AnySampling | None], Any]
+    sampling: Samplings | None,
+    num_prompts: int,
+    taken: Callable[[AnySampling | None], Any],
 ) -> list[Any]:
     """Return the sampling of each of `num_prompts` prompts, from one object for all or a list.
 
@@ -452,7 +454,9 @@ def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
 
 
 def require_answers(
-    outputs: Sequence[Any], requests: Sequence[Request], num_each: Sequence[int]
+    outputs: Sequence[Any],
+    requests: Sequence[Request],
+    num_each: Sequence[int],
 ) -> None:
     """Raise StateError unless `outputs` answer `requests`, in order, with `num_each` completions.
 

@@ -53,7 +53,9 @@ def integer_option(meaning: str) -> OptionInfo:
 
 
 def split_words(
-    words: Sequence[str], override: re.Pattern[str], violations: list[Violation]
+    words: Sequence[str],
+    override: re.Pattern[str],
+    violations: list[Violation],
 ) -> tuple[list[str], list[str]]:
     """Return files and overrides (the first group of a match); only one file is valid."""
     files = [word for word in words if not override.fullmatch(word)]

@@ -47,7 +47,11 @@ def end_without_answer(error: str, status: int, as_json: bool, **facts: object) 
 
 
 def write_answer(
-    facts: object, blocks: Iterable[Block], *, as_json: bool, as_markdown: bool = False
+    facts: object,
+    blocks: Iterable[Block],
+    *,
+    as_json: bool,
+    as_markdown: bool = False,
 ) -> None:
     """Write `facts` as JSON, or `blocks` for a reader.
 

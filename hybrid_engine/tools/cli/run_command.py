@@ -142,5 +142,10 @@ def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             return RendezvousInfo(of_run, self.rank, self.world_size, address)
 
     return LoopbackRendezvous(
-        _LOOPBACK, store.port, rank=0, world_size=1, run_id=parameters.run_id, timeout=0
+        _LOOPBACK,
+        store.port,
+        rank=0,
+        world_size=1,
+        run_id=parameters.run_id,
+        timeout=0,
     )

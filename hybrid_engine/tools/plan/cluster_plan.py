@@ -511,7 +511,9 @@ def plan_job(
 
 
 def _training(
-    config: HybridConfig, world_size: int, table: ModelTable
+    config: HybridConfig,
+    world_size: int,
+    table: ModelTable,
 ) -> tuple[SideLayout, TrainingMemory, int]:
     """Return the training layout, its memory, and the bytes that FSDP2 gathers in a step."""
     actor = config.actor_config
@@ -525,7 +527,9 @@ def _training(
 
 
 def _activations(
-    actor: ActorConfig, table: ModelTable, sizes: TrainParallelism | ShardedParallelism
+    actor: ActorConfig,
+    table: ModelTable,
+    sizes: TrainParallelism | ShardedParallelism,
 ) -> np.ndarray:
     """Return the activations of a training step by rank; the ranks of a stage are consecutive."""
     by_stage = activation_nbytes(table, Step.of(actor, sizes))

@@ -38,7 +38,10 @@ _TRACED = (
 
 
 def traced_positions(
-    config: HybridConfig, table: ModelTable, sizes: InferenceParallelism, num_hosts: int
+    config: HybridConfig,
+    table: ModelTable,
+    sizes: InferenceParallelism,
+    num_hosts: int,
 ) -> list[PlannedPosition]:
     """Return what vLLM has at each position of an instance.
 
@@ -78,7 +81,9 @@ def traced_positions(
 
 
 def traced_side(
-    positions: Sequence[PlannedPosition], shapes: Shapes, sizes: InferenceParallelism
+    positions: Sequence[PlannedPosition],
+    shapes: Shapes,
+    sizes: InferenceParallelism,
 ) -> SideLayout:
     """Return vLLM's part of every tensor on all ranks.
 

@@ -109,7 +109,10 @@ class Finding:
 
 
 def compare(
-    way: str, cold: EngineSnapshot, before: EngineSnapshot, after: EngineSnapshot
+    way: str,
+    cold: EngineSnapshot,
+    before: EngineSnapshot,
+    after: EngineSnapshot,
 ) -> Finding:
     """Compare state and computation of an engine bit by bit with those of a cold engine."""
     aliases_cold = _aliases(cold.places)

@@ -303,7 +303,11 @@ class Comparison:
 
 
 def write_random_checkpoint(
-    path: Path, model_dir: Path, table: ModelTable, dtype: str, seed: int
+    path: Path,
+    model_dir: Path,
+    table: ModelTable,
+    dtype: str,
+    seed: int,
 ) -> None:
     """Write a random checkpoint with a table's names and shapes, and `model_dir`'s other files."""
     path.mkdir(parents=True, exist_ok=True)

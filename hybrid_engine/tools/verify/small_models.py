@@ -120,7 +120,9 @@ def copy_companions(model: Path, directory: Path) -> None:
 
 
 def reduced_config(
-    config: HfConfig, num_layers: int, divisors: Divisors = Divisors()
+    config: HfConfig,
+    num_layers: int,
+    divisors: Divisors = Divisors(),
 ) -> dict[str, Any]:
     """Return a config with reduced sizes.
 

@@ -295,7 +295,12 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: Batch, size: int, device: torch.device, multiple: int = 1, *, same_length: bool = False
+    batch: Batch,
+    size: int,
+    device: torch.device,
+    multiple: int = 1,
+    *,
+    same_length: bool = False,
 ) -> list[MicroBatch]:
     """Split a batch into micro batches of `size` consecutive rows, on `device` except for images.
 

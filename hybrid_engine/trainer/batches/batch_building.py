@@ -215,7 +215,9 @@ def _to_list(key: str, sequences: object, violations: list[Violation]) -> list[A
 
 
 def _all_token_ids(
-    key: str, sequences: Sequence[Any], violations: list[Violation]
+    key: str,
+    sequences: Sequence[Any],
+    violations: list[Violation],
 ) -> list[tuple[int, ...]]:
     """Return the token ids of each sequence; those that have none are left out.
 
@@ -355,7 +357,9 @@ def _routed_experts_of(samples: Sequence[Sample], seq_length: int) -> torch.Tens
 
 
 def mean_weights(
-    mask: torch.Tensor, count: float | None = None, rows: float | None = None
+    mask: torch.Tensor,
+    count: float | None = None,
+    rows: float | None = None,
 ) -> torch.Tensor:
     """Return weights [B, S] for the mean over all tokens of the mask.
 

@@ -101,7 +101,11 @@ def own_share(
 
 
 def _violations(
-    batch: object, limits: BatchLimits, data: Data, outputs: Outputs, needs_labels: bool
+    batch: object,
+    limits: BatchLimits,
+    data: Data,
+    outputs: Outputs,
+    needs_labels: bool,
 ) -> Violations:
     """Yield all violations of a batch. Values are read only if all shapes are valid."""
     if data not in ("global", "local"):
@@ -506,7 +510,11 @@ def _differences(by_rank: Sequence[_Arguments]) -> Violations:
 
 
 def _add_differences(
-    problems: dict[str, str], expected: Contents, contents: Contents, first_rank: int, rank: int
+    problems: dict[str, str],
+    expected: Contents,
+    contents: Contents,
+    first_rank: int,
+    rank: int,
 ) -> None:
     """Add the tensors in which `rank` differs from `first_rank` to `problems`, by name."""
     for name in sorted(expected.keys() | contents.keys()):

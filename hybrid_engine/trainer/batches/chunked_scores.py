@@ -29,7 +29,9 @@ def chunk_length(num_rows: int, num_logits: int) -> int:
 
 
 def score_in_chunks(
-    score: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor], length: int
+    score: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: Sequence[torch.Tensor],
+    length: int,
 ) -> tuple[torch.Tensor, ...]:
     """Return score(*inputs), computed in chunks of `length` rows.
 

@@ -161,7 +161,11 @@ def pack(
 
 
 def pack_rows(
-    batch: Batch, seq_length: int | None = None, *, multiple_of: int = 1, pad_token_id: int = 0
+    batch: Batch,
+    seq_length: int | None = None,
+    *,
+    multiple_of: int = 1,
+    pad_token_id: int = 0,
 ) -> PackedRows:
     """Pack rows [B, S] of one sequence each into fewer rows.
 

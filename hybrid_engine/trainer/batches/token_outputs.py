@@ -130,7 +130,9 @@ def _shifted(logits: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _reduce(
-    values: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    values: torch.Tensor,
+    group: Group,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Reduce over the ranks of the group, in place."""
     if group is not None and group.size() > 1:

@@ -110,7 +110,10 @@ class FsdpTrainEngine:
         )
 
     def train_step(
-        self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        outputs: Outputs = NO_OUTPUTS,
     ) -> Figures:
         """Take one optimizer step on this rank's share of a batch. Collective.
 
@@ -273,7 +276,10 @@ class _HeadReached(Exception):
 
 
 def forward_in_chunks(
-    model: Any, score: Callable[..., Any], inputs: Sequence[torch.Tensor], length: int
+    model: Any,
+    score: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    length: int,
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return a `forward` of a transformers model that returns scores in place of logits.
 

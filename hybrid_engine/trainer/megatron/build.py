@@ -198,7 +198,10 @@ def end_training(actor: Actor) -> None:
 
 
 def build_reference(
-    actor: ActorConfig, table: ModelTable, hf_config: HfConfig, world_size: int
+    actor: ActorConfig,
+    table: ModelTable,
+    hf_config: HfConfig,
+    world_size: int,
 ) -> Actor:
     """Build the same model without LoRA, DDP and optimizer, as a copy that is not trained.
 
@@ -241,7 +244,11 @@ def build_model(
 
 
 def _checked_configs(
-    actor: ActorConfig, table: ModelTable, world_size: int, *, weights_only: bool
+    actor: ActorConfig,
+    table: ModelTable,
+    world_size: int,
+    *,
+    weights_only: bool,
 ) -> MegatronConfigs:
     """Return the configurations of a model, its DDP and its optimizer. Raises ConfigError."""
     context = TrainingContext(actor, table, world_size)
@@ -287,7 +294,9 @@ def _start_gradients_at_embedding(chunks: Modules) -> None:
     """
 
     def require_gradient(
-        _embedding: torch.nn.Module, _inputs: Any, output: torch.Tensor
+        _embedding: torch.nn.Module,
+        _inputs: Any,
+        output: torch.Tensor,
     ) -> torch.Tensor:
         if torch.is_grad_enabled() and not output.requires_grad:
             return output.requires_grad_()

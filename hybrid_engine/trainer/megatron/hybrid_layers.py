@@ -26,14 +26,20 @@ class _Stack(HybridStack):
     """HybridStack with a selectable final norm; HybridStack always has Transformer Engine's."""
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, final_norm: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        final_norm: Any,
+        **kwargs: Any,
     ) -> None:
         # the parent builds no norm, but its forward pass applies this one
         super().__init__(config, *args, **kwargs, post_layer_norm=False)
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = final_norm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
             )
 
 

@@ -95,7 +95,9 @@ def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
     return replace(
         layer,
         submodules=replace(
-            submodules, self_attention=attention, **dict.fromkeys(layer_norms, norm)
+            submodules,
+            self_attention=attention,
+            **dict.fromkeys(layer_norms, norm),
         ),
     )
 
@@ -115,7 +117,11 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -137,7 +143,11 @@ class PostNormLayer(TransformerLayer):
     """
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        post_norm: type,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         settings = {
@@ -160,7 +170,8 @@ def _normalized(bias_dropout_add: Callable[..., Any], norm: torch.nn.Module) -> 
         add = bias_dropout_add(training, fused)
 
         def normalize_and_add(
-            output_with_bias: WithBias, *residual_and_dropout: Any
+            output_with_bias: WithBias,
+            *residual_and_dropout: Any,
         ) -> torch.Tensor:
             output, bias = output_with_bias
             normalized = norm(output if bias is None else output + bias)
@@ -175,7 +186,11 @@ class SelfAttentionWithRotaryBase(SelfAttention):
     """Self attention with its own rotary base, unscaled, instead of the model's frequencies."""
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        rotary_base: float,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self.rotary_pos_emb = RotaryEmbedding(
@@ -188,7 +203,10 @@ class SelfAttentionWithRotaryBase(SelfAttention):
         )
 
     def forward(
-        self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any
+        self,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend; only the length of `rotary_pos_emb` [sequence, 1, 1, head_dim] is used."""
         length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
@@ -286,7 +304,10 @@ def finish_model(model: LanguageModule, extras: Extras) -> LanguageModule:
 
 
 def _scale_output(
-    scale: float, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor
+    scale: float,
+    _module: torch.nn.Module,
+    _inputs: Any,
+    output: torch.Tensor,
 ) -> torch.Tensor:
     """Scale the output of a module: a forward hook."""
     # rounded to the output's dtype first, as transformers does
@@ -313,7 +334,11 @@ def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
 
 
 def best_of_groups(
-    num_summed: int, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+    num_summed: int,
+    scores: torch.Tensor,
+    topk: int,
+    num_groups: int,
+    group_topk: int,
 ) -> TopK:
     """Return scores and numbers [tokens, topk] of the best experts in the best groups.
 

@@ -235,12 +235,14 @@ class Pipeline:
             )
 
     def _forward_step(
-        self, loss_function: MicroLoss
+        self,
+        loss_function: MicroLoss,
     ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], Any]:
         """Return the function that Megatron's schedules call for each micro batch."""
 
         def forward_step(
-            iterator: Iterator[MicroBatch], model: torch.nn.Module
+            iterator: Iterator[MicroBatch],
+            model: torch.nn.Module,
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
             micro_batch = next(iterator)
 

@@ -76,7 +76,10 @@ class RouterInputs:
                         choices[chooser_of(router).replayed] = number
 
     def given(
-        self, chunk: torch.nn.Module, rows: Rows, inputs: ModelInputs
+        self,
+        chunk: torch.nn.Module,
+        rows: Rows,
+        inputs: ModelInputs,
     ) -> AbstractContextManager[None]:
         """Give a chunk's routers the inputs of `rows` in the forward pass of the block."""
         tensors = {}

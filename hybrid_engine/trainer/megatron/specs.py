@@ -65,19 +65,27 @@ def layer_spec_for(
 
 
 def mtp_spec_for(
-    table: ModelTable, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+    table: ModelTable,
+    config: TransformerConfig,
+    transformer_engine: bool,
+    vp_stage: int | None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the MTP layers of this stage, built like the last layer; None if it has none."""
     if not config.mtp_num_layers:
         return None
     last_layer = _whole_model(table, config, transformer_engine).layer_specs[-1]
     return get_gpt_mtp_block_spec(
-        config, last_layer, use_transformer_engine=transformer_engine, vp_stage=vp_stage
+        config,
+        last_layer,
+        use_transformer_engine=transformer_engine,
+        vp_stage=vp_stage,
     )
 
 
 def _whole_model(
-    table: ModelTable, config: TransformerConfig, transformer_engine: bool
+    table: ModelTable,
+    config: TransformerConfig,
+    transformer_engine: bool,
 ) -> TransformerBlockSubmodules:
     """Return a spec per layer of the checkpoint, and the final norm.
 
@@ -109,7 +117,9 @@ def final_norm(config: TransformerConfig, transformer_engine: bool) -> type:
 
 
 def gpt_layer(
-    config: TransformerConfig, num_experts: int | None, transformer_engine: bool
+    config: TransformerConfig,
+    num_experts: int | None,
+    transformer_engine: bool,
 ) -> ModuleSpec:
     """Return the spec of a Megatron GPT layer with `num_experts` experts; None: a dense layer."""
     settings = {
@@ -176,7 +186,11 @@ class LatentDotProductAttention(DotProductAttention):
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Attend.
 
@@ -196,7 +210,9 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, group: torch.distributed.ProcessGroup
+        ctx: Any,
+        value: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
     ) -> torch.Tensor:
         ctx.group = group
         return value.view_as(value)

@@ -254,7 +254,10 @@ class TrainEngine:
         self.data_parallel = self._pipeline.data_parallel
 
     def train_step(
-        self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        outputs: Outputs = NO_OUTPUTS,
     ) -> Figures:
         """Take an optimizer step; `outputs` are added to the loss function's micro batch.
 

@@ -46,7 +46,11 @@ class MegatronState:
     """
 
     def __init__(
-        self, model: LiveModel, optimizer: ScheduledOptimizer, actor: Actor, job: Job
+        self,
+        model: LiveModel,
+        optimizer: ScheduledOptimizer,
+        actor: Actor,
+        job: Job,
     ) -> None:
         self._model = model
         self._optimizer = optimizer

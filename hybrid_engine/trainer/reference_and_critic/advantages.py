@@ -98,7 +98,11 @@ def generalized_advantages(
 
 
 def whitened(
-    values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8, *, scaled: bool = True
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    epsilon: float = 1e-8,
+    *,
+    scaled: bool = True,
 ) -> torch.Tensor:
     """Return values [B, S] with mean 0 and standard deviation 1 over the mask; 0 outside.
 

@@ -127,7 +127,10 @@ class AuxiliaryModel:
             yield
 
     def shared_context(
-        self, kinds: frozenset[Kind], *, read_only: bool
+        self,
+        kinds: frozenset[Kind],
+        *,
+        read_only: bool,
     ) -> AbstractContextManager[None]:
         """Return a context with these kinds of state on the device, in addition to other models.
 
@@ -282,7 +285,11 @@ class ValueModel(AuxiliaryModel):
             return values.to(batch["tokens"].device)
 
     def update(
-        self, batch: Batch, loss_function: LossFunction, *, data: Data = "global"
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        data: Data = "global",
     ) -> Figures:
         """Take one optimizer step. In `train_context`.
 
@@ -354,7 +361,11 @@ class ValueModel(AuxiliaryModel):
         self.engine.model.reload_main_params()
 
     def save_checkpoint(
-        self, directory: str | Path, *, check_nan: bool = True, wait: bool = True
+        self,
+        directory: str | Path,
+        *,
+        check_nan: bool = True,
+        wait: bool = True,
     ) -> Future[None] | None:
         """Write parameters and optimizer state below `directory`. In `train_context`.
 

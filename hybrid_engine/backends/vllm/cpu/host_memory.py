@@ -61,7 +61,9 @@ class CpuWeightMemory(WeightMemory):
         weakref.finalize(self, _end_loans, self._loans, self._lenders, self._pool).atexit = False
 
     def new(
-        self, storages: Sequence[WeightStorage], stay: Collection[str] = ()
+        self,
+        storages: Sequence[WeightStorage],
+        stay: Collection[str] = (),
     ) -> list[torch.Tensor]:
         # A storage that stays unexpectedly is safe as well: the pool lends no page with a live
         # tensor.
@@ -147,7 +149,9 @@ class _Loan:
 
 
 def _end_loans(
-    loans: dict[int, _Loan], lenders: weakref.WeakSet[HostMemory], pool: StagingPool
+    loans: dict[int, _Loan],
+    lenders: weakref.WeakSet[HostMemory],
+    pool: StagingPool,
 ) -> None:
     """Give these storages and tensors of the pool pages of their own, with the same contents."""
     for address, loan in [*loans.items()]:

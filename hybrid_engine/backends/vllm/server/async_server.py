@@ -37,7 +37,10 @@ class AsyncServer(Server):
     """
 
     def __init__(
-        self, engine: Any, loop: asyncio.AbstractEventLoop, timeout_seconds: float
+        self,
+        engine: Any,
+        loop: asyncio.AbstractEventLoop,
+        timeout_seconds: float,
     ) -> None:
         self.engine = engine
         self.loop = loop
@@ -88,7 +91,10 @@ class AsyncServer(Server):
         return self._wait_for(method(**fields), name, self._timeout if has_timeout else None)
 
     def _wait_for(
-        self, coroutine: Coroutine[Any, Any, Any], name: str, seconds: float | None
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        name: str,
+        seconds: float | None,
     ) -> Any:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(seconds)

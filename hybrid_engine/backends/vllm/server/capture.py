@@ -64,7 +64,10 @@ def register_loader(name: str) -> None:
         """A loader that records which keys of config.json the model reads."""
 
         def load_model(
-            self, vllm_config: Any, model_config: Any, prefix: str = ""
+            self,
+            vllm_config: Any,
+            model_config: Any,
+            prefix: str = "",
         ) -> torch.nn.Module:
             recorder = ReadRecorder(is_of_vllm)
             recorder.watch(model_config.hf_config)

@@ -161,7 +161,11 @@ def _resume(resume: Callable[[], None], core: Any) -> None:
 
 
 def _add_request(
-    add: Callable[..., None], core: Any, request: Any, *args: Any, **kwargs: Any
+    add: Callable[..., None],
+    core: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     version = None if core.is_scheduler_paused() else core._weight_version
     reason = _refusal(core, request, version)
@@ -215,7 +219,10 @@ def _abort(core: Any, refused: Sequence[tuple[Any, str]]) -> None:
             # The core of an `LLM`, which adds its requests in the same process.
             raise StateError(reason, code="request-refused")
         output = kinds.EngineCoreOutput(
-            request.request_id, [], finish_reason=kinds.FinishReason.ABORT, stop_reason=reason
+            request.request_id,
+            [],
+            finish_reason=kinds.FinishReason.ABORT,
+            stop_reason=reason,
         )
         outputs = kinds.EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
         core.output_queue.put_nowait((request.client_index, outputs))

@@ -75,7 +75,10 @@ class ServedInference(CompletingEngine):
             ]
 
     def switch(
-        self, trainer: Trainer, offloader: Offloader, reference: ConfigModel | None = None
+        self,
+        trainer: Trainer,
+        offloader: Offloader,
+        reference: ConfigModel | None = None,
     ) -> WeightPublisher:
         """Return the publisher that replaces a `ShardingManager`. Collective."""
         self._publisher = WeightPublisher(
@@ -185,7 +188,11 @@ class ServedDrawing(Drawing):
     """
 
     def __init__(
-        self, engine: ServedInference, prompts: TokenIds, requests: Sequence[Request], data: Data
+        self,
+        engine: ServedInference,
+        prompts: TokenIds,
+        requests: Sequence[Request],
+        data: Data,
     ) -> None:
         super().__init__(engine, prompts, requests, data)
         self._waiting = enumerate(self.share)

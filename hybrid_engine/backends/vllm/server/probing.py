@@ -85,7 +85,11 @@ def _run(core: Any, rows: Sequence[list[int]]) -> list[list[float]]:
     names = [f"hybrid-engine-probe-{number}" for number in range(len(rows))]
     for name, row in zip(names, rows, strict=True):
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
         )
         request = kinds.EngineCoreRequest(
             request_id=name,

@@ -211,7 +211,10 @@ def weights_of(worker: Any, also_uncompared: bool = False) -> tuple[str, str, in
 
 
 def answer(
-    worker: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    worker: Any,
+    method: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[str, Any]:
     """Call a worker; return its error ("" if there is none) and its result.
 

@@ -80,7 +80,12 @@ def drawn_with(output: Any, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @around
 def _labelled(
-    answer: Function, serving: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
+    answer: Function,
+    serving: Any,
+    final_res_batch: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     response = answer(serving, final_res_batch, request, *args, **kwargs)
     # The order of a response's choices: all outputs of the first prompt, then of the second.

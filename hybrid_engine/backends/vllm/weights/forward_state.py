@@ -283,7 +283,9 @@ def _written(modules: Iterable[_Untouched]) -> set[int]:
 
 
 def _forward_changes(
-    before: _Untouched, known: Collection[int], written_ids: Collection[int]
+    before: _Untouched,
+    known: Collection[int],
+    written_ids: Collection[int],
 ) -> _ForwardChanges:
     """Return the changes that forwards made in a module.
 

@@ -55,7 +55,9 @@ class CommitGroup:
 
 
 def find_groups(
-    model: torch.nn.Module, storages: Sequence[WeightStorage], trace: Trace
+    model: torch.nn.Module,
+    storages: Sequence[WeightStorage],
+    trace: Trace,
 ) -> dict[str, CommitGroup]:
     """Return the commit groups of a model; a group has the name of its first module."""
     modules = dict(model.named_modules())
@@ -98,7 +100,9 @@ def find_groups(
 
 
 def _join_staged(
-    sets: _DisjointSets, storages: Sequence[WeightStorage], trace: Trace
+    sets: _DisjointSets,
+    storages: Sequence[WeightStorage],
+    trace: Trace,
 ) -> Mapping[str, str]:
     """Join the modules that a staged tensor reaches; return one of them for every staged tensor."""
     owners = {storage.key: storage.bindings[0].module for storage in storages}

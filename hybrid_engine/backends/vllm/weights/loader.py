@@ -81,7 +81,10 @@ def loader_class(trace: Trace, inspecting: Inspecting, keep: Keep) -> type:
             self._taken = self._watching.enter_context(channels_taken())
 
         def load_model(
-            self, vllm_config: Any, model_config: Any, prefix: str = ""
+            self,
+            vllm_config: Any,
+            model_config: Any,
+            prefix: str = "",
         ) -> torch.nn.Module:
             """Load as vLLM does, then inspect the model that its base class has processed."""
             self._watching = ExitStack()

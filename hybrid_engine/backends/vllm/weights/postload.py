@@ -86,7 +86,8 @@ def process(module: torch.nn.Module) -> None:
 
 
 def deriving_attention(
-    model: torch.nn.Module, storages: Sequence[WeightStorage]
+    model: torch.nn.Module,
+    storages: Sequence[WeightStorage],
 ) -> dict[str, list[str]]:
     """Return the attention layers that reach weights: name -> modules of the weights.
 

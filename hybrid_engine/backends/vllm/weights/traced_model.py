@@ -470,7 +470,8 @@ def _boxes(storage: WeightStorage, dst: StridedView) -> tuple[Region, ...]:
 
 
 def _last_writes(
-    storage: WeightStorage, copies: Sequence[TracedCopy]
+    storage: WeightStorage,
+    copies: Sequence[TracedCopy],
 ) -> tuple[list[_Write], list[str]]:
     """Return the copies into a storage that no later one covers, and faults for other overlaps."""
     writes = [
@@ -508,7 +509,10 @@ def _last_writes(
 
 
 def _uncovered(
-    storage: WeightStorage, writes: Sequence[_Write], trace: Trace, padding: Sequence[Extent]
+    storage: WeightStorage,
+    writes: Sequence[_Write],
+    trace: Trace,
+    padding: Sequence[Extent],
 ) -> list[str]:
     """Return a fault if elements of the parameter have no canonical tensor and are not padding."""
     boxes = [box for write in writes for box in write.boxes]

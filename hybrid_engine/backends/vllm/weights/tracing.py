@@ -493,7 +493,9 @@ def dense_order(view: StridedView) -> tuple[int, ...] | None:
 
 
 def take_inventory(
-    model: torch.nn.Module, written: Iterable[int], constants: Collection[int] = ()
+    model: torch.nn.Module,
+    written: Iterable[int],
+    constants: Collection[int] = (),
 ) -> list[WeightStorage]:
     """Return the storages of all parameters and of the buffers in `written`, in the model's order.
 
