@@ -83,8 +83,10 @@ def _environment() -> Iterator[dict[str, str]]:
     """Yield variables for commands whose folder, `HOME`, has the files of the checkout."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
+        programs = {name: text for text, name in PROGRAM.findall((ROOT / "README.md").read_text())}
         for path in ROOT.iterdir():
-            (home / path.name).symlink_to(path)
+            if path.name not in (*programs, "runs"):
+                (home / path.name).symlink_to(path)
         for name, config in HUB.items():
             repository = home / "hub" / f"models--{name.replace('/', '--')}"
             snapshot = repository / "snapshots" / "0" / "config.json"
@@ -95,8 +97,8 @@ def _environment() -> Iterator[dict[str, str]]:
         for repository in Path(HF_HUB_CACHE).glob("models--*"):
             if repository.name not in os.listdir(home / "hub"):
                 (home / "hub" / repository.name).symlink_to(repository)
-        for program, name in PROGRAM.findall((ROOT / "README.md").read_text()):
-            (home / name).write_text(program)
+        for name, text in programs.items():
+            (home / name).write_text(text)
         yield {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),

@@ -98,7 +98,7 @@ def needing_package(message: str) -> Iterator[None]:
     """Raise DependencyError with this message if the block finds no package to import."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise DependencyError(message, code="needs-package") from error
 
 

@@ -442,14 +442,15 @@ class HybridEngine:
         Megatron's are written from any layout; the directory is replaced, like a checkpoint.
 
         Raises StateError for a model without them, ConfigError if `path` has other files, FileError
-        if a file cannot be written.
+        if a file cannot be written, and Megatron's WeightError for values that are not finite.
         """
         self.sharding.require(State.TRAIN)
         if not self.has_adapters:
-            targets = without_peft_form(self.table, self.config.actor_config.lora)
+            targets = ", ".join(without_peft_form(self.table, self.config.actor_config.lora))
+            without = f" in PEFT's form, but in experts or on transposed weights: {targets}"
             raise StateError(
-                "the model has no adapters in PEFT's form (in experts, or on transposed weights: "
-                f"{', '.join(targets) or 'none'}); save_hf_checkpoint writes them merged",
+                f"the model has no adapters{without if targets else ''}; save_hf_checkpoint "
+                "writes its weights, with adapters merged",
                 code="no-adapters",
             )
         weights: Any = self.train.weights
@@ -460,9 +461,9 @@ class HybridEngine:
         else:
             from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
-            save_hf_checkpoint(
-                path, weights.separate, self.table, self.job, self.config.model, lora=lora
-            )
+            with self.job.agreement.phase("separating adapters"):
+                adapters = weights.separate
+            save_hf_checkpoint(path, adapters, self.table, self.job, self.config.model, lora=lora)
 
     def resident_nbytes(self) -> dict[str, int]:
         """Return bytes of weights and training state on this rank's device now, by model.

@@ -238,7 +238,7 @@ def differences(
         yield from _rotary_differences(first.rotary, second.rotary)
     if first.scale is None or second.scale is None:
         return
-    # A window as long as the longest sequence hides nothing.
+    # A window longer than any sequence hides nothing.
     sizes = [
         size if size is not None and (max_length is None or size <= max_length) else None
         for size in (first.window, second.window)

@@ -60,7 +60,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class ActorLora:
-    """The trained LoRA, if it is delivered separately from the base weights.
+    """The trained LoRA, as it is delivered beside the base weights, or written for PEFT.
 
     Attributes:
         settings: scale and targets.

@@ -197,7 +197,7 @@ class Job:
     timeout_seconds: float
     agreement: Agreement
     _ends: Ends = field(repr=False)
-    _built_at: list[float] = field(default_factory=list, repr=False)
+    _built_at: list[float] = field(default_factory=lambda: [time.monotonic()], repr=False)
 
     @classmethod
     def join(
@@ -266,7 +266,7 @@ class Job:
 
     @contextmanager
     def building(self, what: str = "the engines") -> Iterator[None]:
-        """Run a set-up, as of `Agreement.building`, after a line about it. Collective."""
+        """Run a set-up, like `Agreement.building`, after a line about it. Collective."""
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         with self.agreement.building():
             self.say(f"building {what} on {ranks} ...")
@@ -281,7 +281,9 @@ class Job:
     def say(self, text: str) -> None:
         """Print a line on rank 0, unless the logger `hybrid_engine` leaves out warnings."""
         if self.rank == 0 and logger.isEnabledFor(logging.WARNING):
-            print(text, flush=True)
+            # Nobody may read it any more, which must not end a set-up.
+            with suppress(OSError, ValueError):
+                print(text, flush=True)
 
     @property
     def rank(self) -> int:

@@ -294,7 +294,7 @@ class ShardingManager(Switch):
                 free, total = torch.cuda.mem_get_info()
                 # What will be free: this much now, what leaves, and what
                 # vLLM's share counts already.
-                free += sum(map(resident.__getitem__, self._leaving))
+                free += sum(resident[kind] for kind in self._leaving)
                 free += self.inference.resident_nbytes()
                 room = free - self.config.share_of_device * total
             fitting = fitting_kinds(nbytes, room)

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine import tracing
-from hybrid_engine.tracing import FIRST, Recording, TraceFile, count, recorded, span
+from hybrid_engine.tracing import FIRST, TraceFile, count, recorded, span
 
 HEADER = {**FIRST, "args": {"name": "header"}}
-
-
-def test_nothing_is_recorded_outside_of_a_recording() -> None:
-    with span("a"):
-        count("bytes", training=1)
-    with recorded() as recording:
-        pass
-    assert recording == Recording()
 
 
 def test_spans_nest_and_record_errors() -> None:

@@ -88,7 +88,8 @@ FILE_NBYTES = 5 * 10**9
 _ADAPTER_CONFIG = "adapter_config.json"
 _FILES_OF_ADAPTERS = (_ADAPTER_CONFIG, "adapter_model.safetensors", CHECKSUMS, "README.md")
 """Files of adapters, also of PEFT's `save_pretrained`."""
-_FILES_OF_MODELS = (*DATA, INDEX, SINGLE, "model-?????-of-?????.safetensors", CHECKSUMS)
+_NUMBER = "[0-9]" * 5
+_FILES_OF_MODELS = (*DATA, INDEX, SINGLE, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", CHECKSUMS)
 """Patterns of a checkpoint's files, also of a save with another number of files."""
 
 

@@ -16,7 +16,8 @@ Exit status:
     3   `plan`: the job does not fit its devices or hosts. `verify`, `certify`: the ranks or engines
         ended without a verdict; their output is printed
 
-Without an answer `--json` has the error, with its violations or its code.
+Without an answer `--json` has the error, with violations or a code if there are any, but not for
+unknown options.
 
 That of `run` is in run_command.py.
 """

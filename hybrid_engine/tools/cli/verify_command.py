@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -205,6 +206,9 @@ def _as_json(findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
             for difference in facts["differences"]:
                 cause = difference["cause"]
                 difference["cause"] = {"name": cause.name.lower(), "text": cause.value}
+            for figures in (facts, *facts["differences"]):
+                # JSON has no infinity.
+                figures |= dict.fromkeys(key for key, value in figures.items() if value == math.inf)
     return {"versions": versions(), "models": models}
 
 

@@ -217,6 +217,6 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
     share = wrong.double().mean().item()
     if not wrong.any():
         return 0.0, share
-    # Of two infinities the difference is NaN.
+    # NaN where one of the two is.
     gaps = (left.reshape(-1)[wrong].double() - right.reshape(-1)[wrong].double()).abs()
     return gaps.nan_to_num(float("inf"), float("inf")).max().item(), share

@@ -200,7 +200,7 @@ def _reduced_tower(config: HfConfig, text_width: int) -> dict[str, Any]:
 def _reduced(size: int, least: int, multiple: int, divisors: Sequence[int]) -> int:
     """Return the smallest value from `least` on, at most `size`, that keeps `size`'s divisors."""
     kept = [divisor for divisor in divisors if size % divisor == 0]
-    # 1,536 of which TP=6 divides, from 192 on in multiples of 64: 192 itself, as 6 divides it.
+    # Of 1,536, with TP=6, 192 or more, in multiples of 64: lcm(64, 6) is 192, which is enough.
     unit = math.lcm(multiple, *kept)
     return min(size, -(-least // unit) * unit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_engine.tools.cli.verify_command import _as_json
 from hybrid_engine.tools.verify.certificate import (
     Cause,
     EngineSnapshot,
+    Finding,
     StateDifference,
     compare,
     difference_of_tensor,
@@ -68,6 +71,13 @@ def test_the_size_of_a_difference() -> None:
         after = torch.tensor([1.0, 2.5, 3.0, last])
         difference = difference_of_tensor(WEIGHT, cold, cold + 1, after)
         assert difference == StateDifference("a.weight", Cause.CORRUPT, size, 0.5)
+
+
+def test_an_infinite_difference_is_json() -> None:
+    differences = [StateDifference("a", Cause.FORM, math.inf, 1.0)]
+    finding = Finding("reload", "differs", logprobs=math.inf, differences=differences)
+    facts = _as_json({"": [finding]})
+    json.dumps(facts, allow_nan=False)
 
 
 def snapshot(
