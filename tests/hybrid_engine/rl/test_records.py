@@ -281,6 +281,7 @@ def test_a_rank_ends_at_once_if_another_has_failed_or_by_a_second_signal(
     program = f"""
 import os, signal, time
 from hybrid_engine.rl.stop_signals import StopSignals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 with StopSignals(lambda: {is_broken}):
     for number in ({numbers}):
         os.kill(os.getpid(), number)
