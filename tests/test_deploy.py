@@ -25,8 +25,7 @@ IN_IMAGE = "/opt/hybrid-engine"
 
 def pod() -> Values:
     job = yaml.safe_load((DEPLOY / "served.yaml").read_text())
-    template: Values = job["spec"]["template"]["spec"]
-    return template
+    return job["spec"]["template"]["spec"]
 
 
 def containers() -> dict[str, Values]:

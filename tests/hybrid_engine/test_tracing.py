@@ -15,6 +15,8 @@ HEADER = {**FIRST, "args": {"name": "header"}}
 
 
 def test_spans_nest_and_record_errors() -> None:
+    with span("outside of a recording"):
+        count("bytes", training=1)
     pytest.importorskip("torch")
     with pytest.raises(ValueError, match="disk"), recorded() as recording, span("outer"):
         with span("inner", bucket=3), span("wait"):

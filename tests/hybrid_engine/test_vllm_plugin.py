@@ -60,8 +60,7 @@ def run(model: Path) -> Callable[[str], dict[str, object]]:
 
     def run_code(code: str) -> dict[str, object]:
         done = run_python("-c", PRELUDE + code, model, status=0, timeout=300)
-        value: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-        return value
+        return json.loads(done.stdout.splitlines()[-1])
 
     return run_code
 

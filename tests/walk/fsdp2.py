@@ -182,8 +182,7 @@ class Fsdp2(Subject):
             self.forward().backward()
             step()
 
-        with_gradients = torch.enable_grad()(run)
-        return with_gradients
+        return torch.enable_grad()(run)
 
     def _trainable(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.named().values() if parameter.requires_grad]

@@ -17,6 +17,7 @@ from hybrid_engine.files.durable import (
     naming,
     recover_directory,
     replace_directory,
+    sync,
     write_text,
 )
 from tests.harness.errors import refused
@@ -204,3 +205,9 @@ def test_a_killed_replacement_leaves_the_old_or_new_directory(tmp_path: Path) ->
     shutil.rmtree(target)
     replace_directory(make_directory(new, "first"), target)
     assert texts(target) == {"first"}
+
+
+def test_a_failed_sync_is_an_error(tmp_path: Path) -> None:
+    sync(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync(tmp_path / "nothing")

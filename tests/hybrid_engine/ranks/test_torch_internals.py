@@ -12,6 +12,7 @@ import torch
 from hybrid_engine.ranks.torch_internals import (
     PRIVATE_NAMES,
     PrivateName,
+    is_alive,
     storage_id,
     torch_defaults,
 )
@@ -31,6 +32,10 @@ def test_storages_without_memory_are_distinguished() -> None:
     for storage in (first, second):
         storage.resize_(0)
     assert storage_id(view.untyped_storage()) == storage_id(first) != storage_id(second)
+
+
+def test_a_missing_group_is_not_alive() -> None:
+    assert not is_alive(None)
 
 
 @torch_defaults()

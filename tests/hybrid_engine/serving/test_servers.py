@@ -132,8 +132,7 @@ def checksums(server: HttpServer) -> dict[str, str]:
     """
     if not has_route(server, "weight_checker"):
         return {}
-    sums = server.post("weight_checker", {"action": "checksum"})["checksums"]
-    return sums
+    return server.post("weight_checker", {"action": "checksum"})["checksums"]
 
 
 def version_of(server: HttpServer) -> str | None:

@@ -58,7 +58,7 @@ def invoke(*words: object, status: int | None = 0) -> Result:
 
 def run_forked(
     engines: Ranks,
-    main: Callable[[str, str], list[Verdict]],
+    main: Callable[..., list[Verdict]],
     directory: Path,
     cases: Sequence[Case],
     num_ranks: int,

@@ -201,8 +201,7 @@ class SleepingVllm:
     def malloc(self, tag: str = "weights") -> int | None:
         """Allocate one granule, like a segment of a pool in torch's allocator."""
         self.allocator.current_tag = tag
-        address: int | None = self._extension.my_malloc(GRANULE, 0, None)
-        return address
+        return self._extension.my_malloc(GRANULE, 0, None)
 
     def add(self, name: str, tag: str) -> None:
         address = self.malloc(tag)

@@ -142,8 +142,7 @@ def faults(verdict: Verdict, golden: Mapping[str, Entry]) -> list[str]:
 
 
 def read(file: Path = GOLDEN) -> dict[str, Entry]:
-    entries = json.loads(file.read_text())
-    return entries
+    return json.loads(file.read_text())
 
 
 def record(verdict: Verdict, cells: Collection[str], file: Path = GOLDEN) -> None:
